@@ -43,7 +43,7 @@ need_tools() {
         die "apt-get install ${missing[*]} failed; see $work/apt.log"
 }
 
-# The base image, of Debian's packages. libstdc++6 is in the real one too.
+# The base image, made of Debian's packages. libstdc++6 is in the real one too.
 make_base() {
     storage inspect --type image "$BASE" >/dev/null 2>&1 && return
     mmdebstrap --quiet --variant=essential --include=python3,python3-venv,ca-certificates,libstdc++6 \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A kind cluster with the images and the chart with the values of the demo: `make kind-up`. Needs docker, kind, helm, kubectl.
-# KIND_CLUSTER names the cluster (warmroute); an existing one is used. To remove it: kind delete cluster --name warmroute
+# Makes a kind cluster with the images, and installs the chart with the demo's values: `make kind-up`. Needs docker, kind,
+# helm, kubectl. KIND_CLUSTER names the cluster (warmroute); an existing one is used. To remove it:
+# kind delete cluster --name warmroute
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cluster=${KIND_CLUSTER:-warmroute}

@@ -139,7 +139,7 @@ BY_PATH: dict[str, Schema] = {
     "engines.defaults.device": {"enum": ["cuda", "cpu", "sim"]},
     "engines.defaults.shmSize": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti))?$"},
     "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
-    # Kubernetes takes a failureThreshold of 0 for its default, 3: a pod would be restarted after 3 seconds.
+    # Kubernetes takes a failureThreshold of 0 as its default, 3: a pod would be restarted after 3 seconds.
     "engines.defaults.loadTimeoutSeconds": POSITIVE,
     "engines.defaults.tiers.disk.volume": {"enum": ["emptyDir", "ephemeral"]},
     "engines.defaults.autoscaling.queuedTokens": POSITIVE,
@@ -162,7 +162,7 @@ BY_PATH: dict[str, Schema] = {
     "openTelemetry.endpoint": {"type": "string", "pattern": "^(https?://[^\\s/?#]+(/[^\\s?#]*)?)?$"},
     "openTelemetry.protocol": {"enum": ["http/protobuf", "grpc"]},
     "openTelemetry.samplingRatio": {"type": "number", "minimum": 0, "maximum": 1},
-    # What needs no percent-encoding in OTEL_RESOURCE_ATTRIBUTES, and no expansion by the kubelet.
+    # Only characters that OTEL_RESOURCE_ATTRIBUTES has without percent-encoding, and that the kubelet does not expand.
     "openTelemetry.resourceAttributes": {
         "type": "object",
         "propertyNames": {"pattern": "^[A-Za-z0-9._-]+$"},
@@ -225,7 +225,7 @@ def build_schema(values: Iterable[Value]) -> Schema:
         "additionalProperties": False,
         "patternProperties": {MODEL_NAME: {"$ref": "#/definitions/model"}},
     }
-    # Helm puts these there for a chart that is part of another.
+    # Helm adds keys of its own here if the chart is part of another.
     root["properties"]["global"]["additionalProperties"] = True
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -25,7 +25,7 @@ MAX_SESSIONS = 32_768
 SETTLE_S = 1.0
 """Seconds after a request's answer by which its events have come, if there are any."""
 SILENT_AFTER = 32
-"""An engine counts as too old if it stored so many blocks and named a session for none of them."""
+"""An engine counts as too old if it stored this many blocks and named a session for none of them."""
 _PIECE_KEYS = 2_048
 
 
@@ -185,8 +185,8 @@ class EventFeed:
         return pod is not None and pod.is_flowing and pod.has_sessions
 
     def accounts_for(self, pod_id: PodId) -> bool:
-        """Return whether only events may change what the index has of the pod: they say what it holds, or they entered
-        some of it and are not sent again."""
+        """Return whether only events may change what the index has of the pod. This is so if they say what the pod
+        holds, or if they entered some of it, because they are not sent again."""
         pod = self._pods.get(pod_id)
         return pod is not None and (pod.blocks is not None or self.reports(pod_id))
 
@@ -208,7 +208,7 @@ class EventFeed:
         `prompt_bytes`, half a stride is assumed after the last whole one."""
         if pod_id not in self._pods or not keys:
             return
-        if (pod_id, session_id) in self._sessions:  # this gateway sent it, and now hears of it again
+        if (pod_id, session_id) in self._sessions:  # this gateway sent the request, and now hears about it again
             return
         size = (len(keys) + 0.5) * self._stride if prompt_bytes is None else float(prompt_bytes)
         self._sessions[pod_id, session_id] = Request(keys, size, float(prompt_tokens))
@@ -244,7 +244,7 @@ class EventFeed:
             self._clear(pod)
 
     def flows(self, pod_id: PodId, *, is_flowing: bool) -> None:
-        """Set whether the stream is heard, and complete."""
+        """Set whether the stream is heard and complete."""
         if pod := self._pods.get(pod_id):
             pod.is_flowing = is_flowing
 
@@ -295,14 +295,14 @@ class EventFeed:
             else:
                 pod.counts.cleared += 1
                 self._clear(pod)
-                self._index.drop(pod.pod_id)  # what is believed of it is gone as well
+                self._index.drop(pod.pod_id)  # what is believed about the pod is gone as well
         if pod.space is not None:
             for request in grown:
                 pod.space.map.place(request)
             pod.space.flush()
 
     def _store(self, pod: _Followed, event: Stored) -> Request | None:
-        """Enter the event. Return the request whose prompt got more blocks by it."""
+        """Enter the event. Return the request whose prompt got more blocks; None: there is none."""
         if pod.blocks is None or (event.tokens and pod.space is not self._space(pod.model, event.block_tokens)):
             if not event.tokens:
                 return None
@@ -338,10 +338,10 @@ class EventFeed:
             pod.space = pod.blocks = None
             self._index.drop(pod.pod_id)
 
-    # -- beside it ----------------------------------------------------------------------------------------------
+    # -- recurring work and counts ------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do a piece of the recurring work, about a millisecond. Call some 20 times a second."""
+        """Do a piece of the recurring work, about a millisecond. Call it about 20 times a second."""
         for space in self._spaces.values():
             space.sweep()
         now_s = self._clock()

@@ -251,4 +251,4 @@ class Streams:
 def _look(pod_id: PodId, task: asyncio.Task[None]) -> None:
     """Log the error of a stream that cannot be followed; the others go on."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("KV events of %s are not followed any more", pod_id, exc_info=error)
+        log.error("KV events of %s are no longer followed", pod_id, exc_info=error)

@@ -1,8 +1,8 @@
 """Finds the last whole block that each prefix key covers, without a tokenizer. Pure.
 
-A request has keys, one for each stride of bytes. It has a number of bytes and of tokens, and blocks of so many tokens.
-Key i covers (i + 1) * stride bytes. Its place among the tokens is interpolated between points at which both numbers are
-known:
+A request has one key for each stride of its bytes, and blocks of a fixed number of tokens. How many bytes and tokens it
+has is known or estimated. Key i covers (i + 1) * stride bytes. Its place among the tokens is interpolated between
+points at which both numbers are known:
 
     the beginning        0 bytes are 0 tokens
     the end              of this request, and of every other request that is a prefix of it
@@ -10,8 +10,8 @@ known:
                          some block m, and the byte at which they diverge lies in both
 
 A crossing also gives bounds. Keys 0 to k-1 cover common text, so they cover at most m blocks. Key k covers the
-diverging byte, so it covers at least m blocks. Both bounds hold for good, however the tokens in between are spread.
-The first bound also holds if one request is a prefix of the other, because the token at its end may differ there.
+diverging byte, so it covers at least m blocks. Both bounds stay true, however the tokens in between are spread. The
+first bound also holds if one request is a prefix of the other: their tokens may differ at the end of the shorter one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_BOUND = 2**31
 
 
 class Request:
-    """A request at a pod whose blocks are looked for. Compared by identity only."""
+    """A request at a pod; its blocks are looked for. Requests are compared by identity only."""
 
     __slots__ = (
         "block_tokens",
@@ -82,7 +82,7 @@ class _Entry:
         self.end: tuple[float, float] | None = None
         """Bytes and tokens of a request that ends after this key and before the next."""
         self.parts_in: int | None = None
-        """Block in which requests diverge that share this key and no more."""
+        """Block in which requests diverge if they share this key and no more."""
 
 
 class KeyMap:
@@ -141,7 +141,7 @@ class KeyMap:
         other, known = request.fork
         assert other.tip is not None
         depth = common_depth(request.tip, other.tip)
-        # Only blocks that both have show where they diverge: one of them may be stored only in part so far.
+        # Only blocks that both have show where they diverge: one request may be stored only in part so far.
         if depth < 0 or other.block_tokens != request.block_tokens:
             request.fork = None
             return None

@@ -66,10 +66,10 @@ class Order:
         self._has_dropped = False
 
     def connected(self) -> None:
-        """Note a new connection, which ends a replay that runs. Call this before the first batch that comes through it.
+        """Note a new connection, which ends any running replay. Call this before the first batch that comes through it.
 
-        The engine may be another one, and a batch with the next number does not show that it is the same: the other one
-        may have published as much. So no batch counts before a replay has been asked for and answered.
+        The engine may be another one. A batch with the next number does not show that the engine is the same: another
+        engine may have published as many batches. So no batch counts before a replay has been asked for and answered.
         """
         self._held.clear()
         self._held_bytes = 0
@@ -129,7 +129,7 @@ class Order:
         if not self.is_replaying:
             return
         self.is_replaying = False
-        if self._awaits_last:  # it has published less than was heard before: it restarted
+        if self._awaits_last:  # the engine has published less than was heard before: it restarted
             self._awaits_last = False
             self._begin_anew()
         if self._is_void or self._has_dropped:
@@ -155,7 +155,7 @@ class Order:
         self._release()
 
     def restart(self) -> None:
-        """Forget everything, as if the publisher was never heard."""
+        """Forget everything, as if the publisher had never been heard."""
         self.next = None
         self.is_synced = self.is_replaying = self._awaits_last = self._has_dropped = False
         self._held.clear()

@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 CHECK_S = 5.0
 """Seconds between two checks of a stream, plus or minus 20 % at random. A lost last batch is found by the check."""
 REPLAY_S = 5.0
-"""If an engine sends nothing of a replay for so long, the replay has failed."""
+"""If an engine sends nothing of a replay for this long, the replay has failed."""
 STALE_S = 10.0
-"""If a stream is down for so long, what it said about the engine is out of date."""
+"""If a stream is down for this long, what it said about the engine is out of date."""
 SLOWEST_CHECK_S = 60.0
 RECONNECT_MS, SLOWEST_RECONNECT_MS = 100, 5_000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 QUEUED = 20_000
-"""Batches that libzmq queues for one stream; more are lost, and replayed."""
+"""Batches that libzmq queues for one stream. Further ones are lost, and are replayed later."""
 PIECE = 64
 PIECE_S = 0.004
 """Batches that are read, and seconds that are spent, before other streams get their turn."""
@@ -66,7 +66,8 @@ class Stream:
         rng: random.Random | None = None,
     ) -> None:
         """`address`: where the engine publishes; None: it connects to the gateway, which passes batches to `live`.
-        `apply`, `forget`: see Order. `stale`: called when it is down for long. `flows`: called with `is_flowing`."""
+        `apply`, `forget`: see Order. `stale`: called when the stream has been down for long. `flows`: called with
+        `is_flowing`."""
         self.address = address
         self.replay_address = replay_address
         self._context = context
@@ -113,7 +114,7 @@ class Stream:
                 try:
                     async with asyncio.timeout(self._patience_s()):
                         await self._wake.wait()
-                    self._wake.clear()  # a replay has begun or ended, so the time to wait is another one
+                    self._wake.clear()  # a replay has begun or ended, so the time to wait has changed
                 except TimeoutError:
                     self._look()
         finally:
@@ -184,7 +185,7 @@ class Stream:
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
                 self._away_since_s = None
-                self._close_dealer()  # what was asked for through the connection before may never be answered
+                self._close_dealer()  # what was asked for through the previous connection may never be answered
                 self._order.connected()
             else:
                 self._is_connected = False
@@ -246,7 +247,7 @@ class Stream:
         self._loop.call_soon(self._read_dealer)
 
     def _fail_replay(self) -> None:
-        """Close the socket with the request, because a late answer would belong to the old request."""
+        """Close the request's socket, because a late answer would belong to the old request."""
         if self._failed_replays == 0:
             log.warning("KV events: %s does not answer requests for missed events", self.replay_address)
         self._failed_replays += 1

@@ -1,8 +1,8 @@
 """All blocks that engines reported, in a tree whose paths are prefixes in whole blocks. Pure.
 
 A node is a block of certain tokens after certain others, whichever pod holds it and however that pod names it. Pods are
-bits: `held` has the pods that have the block. `rooted` has those that can reuse it, because they have all before it
-too.
+bits: `held` has the pods that have the block. `rooted` has those that can reuse it, because they also have all blocks
+before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_GHOSTS = 262_144
 _PRUNED_AT_ONCE = 64
 _SWEPT_AT_ONCE = 2_000
 _MAX_NAMES = 16
-"""Names of one block. Engines with different seeds have one name each."""
+"""Most names of one block. Engines with different seeds each have their own name for it."""
 _EVERY_POD = -1
 _PRUNED = -1
 """Digest of a node that is no longer in the tree."""
@@ -148,8 +148,8 @@ class BlockTree:
         self._retired |= pod
 
     def sweep(self) -> int:
-        """Do a piece of the pending work: prune what no pod has held for long, and clear the bits of retired pods.
-        Return the bits that are free from now on."""
+        """Do a piece of the pending work: prune what no pod has held for a long time, and clear the bits of retired
+        pods. Return the bits that are free from now on."""
         for _ in range(_PRUNED_AT_ONCE):
             if len(self._ghosts) <= MAX_GHOSTS:
                 break
@@ -231,7 +231,8 @@ def common_depth(one: Node, other: Node) -> int:
 
 
 def digests(tokens: Sequence[Any], blocks: int, extra: Sequence[Any] | None) -> list[int]:
-    """Return a digest for each block that tells it from others after the same blocks. Tokens may be pairs (EAGLE)."""
+    """Return a digest for each block that distinguishes it from others after the same blocks. Tokens may be pairs
+    (EAGLE)."""
     per_block = len(tokens) // blocks
     try:
         data = array("q", tokens).tobytes()

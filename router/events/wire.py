@@ -20,7 +20,7 @@ import msgpack
 from engine.contract.events import Tier
 
 MAX_BYTES = 64 * 2**20
-"""Of one batch. A prompt of a million tokens makes about 6 MiB."""
+"""Largest batch. A prompt of a million tokens makes about 6 MiB."""
 MAX_BLOCK_TOKENS = 65_536
 MAX_NAME_CHARS = 1024
 """Length of a session, an adapter or a salt."""
@@ -86,7 +86,7 @@ class Stored:
     space: str
     """Adapter and salt: equal tokens in two spaces are different blocks."""
     extra: Sequence[Any] | None
-    """What else tells each block from others with equal tokens."""
+    """What else distinguishes each block from others with equal tokens."""
     group: int
     is_full_attention: bool
 

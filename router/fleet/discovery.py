@@ -10,7 +10,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """One engine between two restarts, and where it is. Equal `url` and `life`: the same engine, with its cache."""
+    """One engine between two restarts, and where it is. If `url` and `life` are equal, the engine and its cache are the
+    same."""
 
     url: str
     """Base URL, without a trailing slash; unique within a set."""
@@ -27,7 +28,7 @@ class EngineAddress:
     kv_replay_port: int | None = None
     """TCP port at which it replays them."""
     ranks: int | None = None
-    """Data-parallel ranks behind the URL, numbered from 0; None: not told."""
+    """Data-parallel ranks behind the URL, numbered from 0; None: not given."""
     name: str | None = field(default=None, compare=False)
     """Its name in the place where it was found, such as its Kubernetes pod. No other engine has that pod id."""
     key: str = field(default="", compare=False)
@@ -49,7 +50,7 @@ class DiscoveryStatus:
     relists: Mapping[str, int] = field(default_factory=dict)
     """Complete looks, by reason: `start`, `periodic`, or a kind of trouble."""
     is_pool_valid: bool | None = None
-    """Whether the InferencePool exists and can be followed; None: none is followed."""
+    """Whether the InferencePool exists and can be followed; None: no pool is followed."""
 
 
 class Discovery(Protocol):
@@ -76,12 +77,12 @@ class StaticDiscovery:
         yield self._addresses
 
     def status(self) -> DiscoveryStatus:
-        """Return that the set is always current."""
+        """Return a status that says that the set is current now."""
         return DiscoveryStatus(asyncio.get_running_loop().time())
 
 
 class OverTls:
-    """The addresses of another discovery, with https for http."""
+    """The addresses of another discovery, with https instead of http."""
 
     def __init__(self, plain: Discovery) -> None:
         self._plain = plain

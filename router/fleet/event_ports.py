@@ -1,8 +1,8 @@
 """Where an engine says that it publishes its KV events: vLLM's `/kv_event_sources`, in both of its forms.
 
 Release 0.32 has a mapping by rank: {"0": {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": null,
-..}}. Others have a list of such entries, each with its `data_parallel_rank`. Only ports are read: the host is the
-engine's.
+..}}. Other releases have a list of such entries, each with its `data_parallel_rank`. Only ports are read: the host is
+the engine's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from router.kube_targets import MAX_RANKS
 
 Ports = tuple[int | None, ...]
-"""By rank; None: not told."""
+"""By rank; None: not given."""
 
 
 def event_ports(said: Any) -> tuple[Ports, Ports]:

@@ -15,7 +15,7 @@ EngineKind = Literal["warmroute", "vllm", "sglang", "unknown"]
 MAX_ADAPTERS = 1024
 """Adapters of one engine: as many as the models that it may list."""
 MAX_CAPACITY_TOKENS = 10**9
-"""Most tokens of one rank's cache that are believed. The largest nodes hold some ten million."""
+"""Largest cache of one rank that is believed, in tokens. The largest nodes hold some ten million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class EngineFacts:
     rank: int | None = None
     """Which of the ranks this target is; None: the engine chooses the rank, or has only one."""
     kv_event_ports: tuple[int | None, ...] = ()
-    """TCP ports of the engine's KV events, by rank; None: not told for that rank."""
+    """TCP ports of the engine's KV events, by rank; None: not given for that rank."""
     kv_replay_ports: tuple[int | None, ...] = ()
     """TCP ports that replay past events, by rank."""
     adapters: frozenset[str] = frozenset()

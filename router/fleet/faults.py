@@ -1,14 +1,14 @@
-"""Ejects a pod that fails requests for a while, then tries it with one request at a time.
+"""Ejects a pod that fails requests. After a while, tries it again with one request at a time.
 
 A broken engine answers 500 at once while its probe goes well. So it looks idle and fast, and would attract every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
     IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
 
-A pod may say itself that it takes nothing more, as a draining vLLM does. It is out as soon as it says so, and is tried
-like an ejected pod. But that is no failure, and the pod is not used even if no other pod is left.
+A pod may itself say that it takes no more requests, as a draining vLLM does. It is out as soon as it says so, and is
+tried like an ejected pod. But leaving is no failure, and the pod is not used even if no other pod is left.
 
-    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; else ON_TRIAL once more
+    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; otherwise ON_TRIAL once more
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from enum import Enum, auto
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
-"""Ejections soon after one another double up to this. A trial costs one request a second attempt, so it may come
-soon."""
+"""Ejections that follow soon after one another double up to this. A trial costs one request a second attempt, so it may
+come soon."""
 FIRST_LEAVE_S = 15.0
 """Seconds for which a pod that says that it leaves is out; then twice as long, up to LONGEST_EJECTION_S. A draining pod
 does not come back before it restarts, so the trial is only for a misunderstanding."""
 AT_WORK_S = 5.0
-"""If a pod refuses requests within these seconds after an answer began, it counts as full, not as broken. If it lets a
-probe wait within these seconds after an answer began or ended, it counts as busy, not as dead."""
+"""If a pod refuses requests within these seconds after an answer began, it counts as full, not as broken. If it leaves
+a probe unanswered within these seconds after an answer began or ended, it counts as busy, not as dead."""
 BREAKS_LAST_S = 600.0
 """Seconds for which a broken stream counts: a proxy that cuts streams may do so minutes apart."""
 MOST_COUNTED = 1000
@@ -107,7 +107,7 @@ class Faults:
         self._errors = Streak()
         """Requests that failed before the first byte of an answer."""
         self._broken = Streak()
-        """Streams that broke after it."""
+        """Streams that broke after the first byte."""
         self._began_s = self._ended_s = float("-inf")
         """When an answer last began well, and when one last ended well."""
         self._broke_s = float("-inf")
@@ -187,7 +187,7 @@ class Faults:
         self._is_suspect = True
 
     def failed(self, fault: Fault, *, is_begun: bool) -> None:
-        """Note that a request failed by this pod's fault. `is_begun`: after the first byte of its answer."""
+        """Note that a request failed through this pod's fault. `is_begun`: after the first byte of its answer."""
         if is_begun:
             self._broke_s = fault.failed_s
         if fault.failed_s >= (self._ended_s if is_begun else self._began_s):
@@ -211,7 +211,7 @@ class Faults:
         return self._length_s
 
     def leave(self, now_s: float) -> bool:
-        """Note that the pod says that it takes nothing more. True: this is new."""
+        """Note that the pod says that it takes no more requests. True: this is new."""
         if self.is_leaving and self._standing is Standing.OUT:
             return False  # other requests under way get the same answer
         is_again = self.is_leaving
@@ -230,7 +230,8 @@ class Faults:
         return True
 
     def begin_trial(self) -> bool:
-        """Note that a request is sent there. True: it is a trial's, and no other is sent before `end_trial`."""
+        """Note that a request is sent to the pod. True: it is a trial, and no other request is sent before
+        `end_trial`."""
         if self._standing is not Standing.ON_TRIAL:
             return False
         self._standing = Standing.TRIED

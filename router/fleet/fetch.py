@@ -1,4 +1,4 @@
-"""Get what an engine tells outside its API, such as metrics; bounded in time and bytes."""
+"""Gets what an engine says outside its API, such as metrics; bounded in time and bytes."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 JITTER = 0.2
 EARLY_S = 1e-6
-"""An event loop may run a timer this much before its time. Nothing is left to wait for then."""
+"""An event loop may run a timer this much too early; then the wait is over."""
 LONGEST_UNPROBED_S = 60.0
-"""Every pod is probed this often, whatever else shows that it runs: only a probe tells which models it serves."""
+"""Every pod is probed this often, whatever else shows that it runs: only a probe shows which models it serves."""
 MAX_SEEN_MODELS = 1024
 """Each model is a time series, and requests for it are answered 503, not 404. The oldest models that are neither served
 nor expected are forgotten."""
 MOST_EJECTED = 0.5
-"""Share of a model's pods that may be out for failing requests. If more seem broken, the requests are likelier to be at
-fault, or something that all pods need; and the load of the other pods stays bounded. Clients lose nothing: a request
-that begins on a doubtful pod gets a second attempt."""
+"""Share of a model's pods that may be out for failing requests. If more seem broken, the fault more likely lies with
+the requests, or with something that all pods need. The limit also bounds the load of the other pods. Clients lose
+nothing: a request that begins on a doubtful pod gets a second attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Fleet:
         rng: random.Random | None = None,
     ) -> None:
         """`expected`: models that exist even while no engine serves them. `ranks`: data-parallel ranks of every engine
-        for which discovery tells none; None: as they are found."""
+        for which discovery gives none; None: the ranks that are found."""
         self._ranks = ranks
         self._discovery = discovery
         self._probe = probe
@@ -158,7 +158,7 @@ class Fleet:
             is_trial=is_trial,
         )
 
-    # -- what others tell the fleet ---------------------------------------------------------------------------
+    # -- what others report to the fleet ----------------------------------------------------------------------
 
     def listen(self, listener: Callable[[FleetChange], None]) -> None:
         """Call `listener` after changes of the set of identified pods, in the loop's next turn."""
@@ -188,14 +188,15 @@ class Fleet:
                 self._tell()
 
     def has_ranks(self, pod: Pod, ranks: Ranks) -> None:
-        """Note the data-parallel ranks found on the engine of `pod`. They count unless its ranks were told."""
+        """Note the data-parallel ranks found on the engine of `pod`. They count unless its ranks are given."""
         member = self._members.get(pod.url)
         if member is not None and pod in member.pods:
             member.found_ranks = ranks
             self._use_ranks(member, member.wanted_ranks(self._ranks))
 
     def has_given_ranks(self, member: Member) -> bool:
-        """Return whether discovery or a setting tells the engine's data-parallel ranks, so that none are looked for."""
+        """Return whether discovery or a setting gives the engine's data-parallel ranks, so that nobody looks for
+        them."""
         return self._ranks is not None or member.address.ranks is not None
 
     def failed(self, pod: Pod, reason: str) -> None:
@@ -208,7 +209,8 @@ class Fleet:
             member.ask()
 
     def leaves(self, pod: Pod, why: str) -> None:
-        """Note that `pod` said that it leaves: it gets no requests, those it has go on, and no failure is counted."""
+        """Note that `pod` said that it leaves: it gets no more requests, those it has go on, and no failure is
+        counted."""
         if self._roster.get(pod.pod_id) is pod and pod.faults.leave(asyncio.get_running_loop().time()):
             log.info("fleet: pod %s at %s says that it leaves: %s", pod.pod_id, pod.url, why)
             self._refresh(pod)
@@ -226,7 +228,8 @@ class Fleet:
             self._refresh(pod)
 
     def blame(self, pod: Pod, fault: Fault, *, is_begun: bool) -> None:
-        """Count a request that failed by the pod's fault, after its first byte (`is_begun`) or before; may eject it."""
+        """Count a request that failed through the pod's fault, after its first byte (`is_begun`) or before. May eject
+        the pod."""
         faults = pod.faults
         if faults.is_leaving and faults.is_out:
             return  # it leaves anyway
@@ -244,10 +247,10 @@ class Fleet:
         self._refresh(pod)
 
     def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
-        """Return whether enough pods are left for each of its models if it is ejected.
+        """Return whether enough pods are left for each of the pod's models if the pod is ejected.
 
-        A broken stream (`is_begun`) gets no second attempt, so other streams decide: pods that broke some lately count
-        as lost already. Something in between may cut every stream at some age.
+        A broken stream (`is_begun`) gets no second attempt, so the other pods' streams decide: a pod that broke one
+        lately counts as lost already. Something between the gateway and the pods may cut every stream at some age.
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:
@@ -338,12 +341,13 @@ class Fleet:
             due_s = min(self._life_s(member) + pause_s, member.probed_at_s + self._longest_pause_s(pause_s))
 
     def _longest_pause_s(self, pause_s: float) -> float:
-        """Return how long a pod that was heard may go without a probe. It bounds the probes of a large fleet."""
+        """Return how long a pod that was heard may go without a probe. This bounds the probes of a large fleet."""
         return max(pause_s, min(LONGEST_UNPROBED_S, pause_s * len(self._members) / SMALL_FLEET))
 
     @staticmethod
     def _life_s(member: Member) -> float:
-        """Return when the pod last showed, other than by a probe, that it takes requests; -inf if a probe must tell."""
+        """Return when the pod last showed, other than by a probe, that it takes requests; -inf if only a probe can show
+        it."""
         pod = member.pod
         if pod is None or not member.takes_requests or member.last_error is not None or pod.faults.is_doubtful:
             return -math.inf
@@ -477,7 +481,7 @@ class Fleet:
             asyncio.get_running_loop().call_soon(self._tell_listeners)
 
     def _tell_listeners(self) -> None:
-        """Tell all changes of one turn of the loop at once: at the start thousands of pods come together."""
+        """Tell all changes of one turn of the loop at once: at the start, thousands of pods come at once."""
         change = FleetChange(self._roster.models(), frozenset(self._ended))
         self._is_telling = False
         self._ended.clear()

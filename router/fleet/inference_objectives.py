@@ -1,4 +1,4 @@
-"""The InferenceObjectives of a pool: they say how urgent the requests are that name them."""
+"""The InferenceObjectives of a pool: each says how urgent the requests that name it are."""
 
 from __future__ import annotations
 

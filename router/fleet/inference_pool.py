@@ -139,7 +139,8 @@ class PoolDiscovery:
         name = self._table.name
         if self._service is not None and pool.picker != self._service:
             log.warning(
-                "InferencePool %s: endpointPickerRef names %s, --ext-proc-service %s: gateways ask another picker",
+                "InferencePool %s: endpointPickerRef names %s, but --ext-proc-service is %s: gateways ask "
+                "another picker",
                 name,
                 pool.picker or "no Service",
                 self._service,

@@ -17,7 +17,7 @@ from router.fleet.kubernetes_objects import Bookmark, Change, Object, ObjectKind
 
 CONNECT_TIMEOUT_S = 5.0
 LIST_TIMEOUT_S = 30.0
-"""For all pages of a LIST together."""
+"""The deadline for all pages of a LIST together."""
 WATCH_GRACE_S = 10.0
 """If a watch ends this much later than timeoutSeconds asked for, the server is silent or gone."""
 PAGE_OBJECTS = 500
@@ -180,7 +180,7 @@ class ObjectApi(Generic[Object]):
 async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
     """Leave the answer at the end of the block. If data still comes, the connection is cut off at once.
 
-    Closing is not enough: over TLS that waits for an answer of the server, which may be gone, and outlives our loop.
+    Closing is not enough: over TLS it waits for an answer from the server, which may be gone, and so outlives our loop.
     """
     async with response:
         try:
@@ -192,7 +192,8 @@ async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
 
 
 async def _chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIterator[bytes]:
-    """Yield the body as it comes. The deadline guards each read, not the caller, which it would cancel."""
+    """Yield the body as it comes. The deadline guards each read, but not the caller's own work, which it would
+    cancel."""
     while True:
         try:
             async with asyncio.timeout_at(deadline):

@@ -3,7 +3,7 @@
 Gateway API Inference Extension 1.x: inference.networking.k8s.io/v1 and inference.networking.x-k8s.io/v1alpha2
 (https://gateway-api-inference-extension.sigs.k8s.io/reference/spec). The API server checks objects against the
 installed definition, which may differ from the one that this code follows. So `spec` is parsed separately, and an
-unusable one is told apart from an answer that is no object at all.
+unusable `spec` is told apart from an answer that is no object at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POOL_GROUP = "inference.networking.k8s.io"
 MAX_PORTS = 8
 """The limit in the definition of InferencePool."""
 MAX_OBJECTIVES = 1024
-"""Each objective that requests name is a separate priority in the queue."""
+"""Each objective that any request names is a separate priority in the queue."""
 REMEDY = (
     "install the definitions of the Gateway API Inference Extension 1.0 or later (its release has them as "
     "manifests.yaml), or leave {flag} out"
@@ -148,7 +148,8 @@ def _read(model: type[_Spec], spec: Any) -> _Spec:
 
 
 class PoolTable:
-    """The pool of one name. `pool` is the last valid one: it stays when the pool is deleted or becomes invalid."""
+    """The pool with a given name. `pool` is the last valid one: it stays when the pool is deleted or becomes
+    invalid."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -184,7 +185,7 @@ class PoolTable:
 
 
 class ObjectiveTable:
-    """The objectives of the pool with one name."""
+    """The objectives of the pool with a given name."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool

@@ -54,7 +54,7 @@ async def login(
 ) -> Cluster:
     """Return the credentials in the file `kubeconfig`, or the pod's own if None. `namespace` None: the one they name.
 
-    Raises ApiError. Reads in a thread, because this reads files and may run a program.
+    Raises ApiError. Runs in a thread, because it reads files and may start a program.
     """
     try:
         async with asyncio.timeout(LOGIN_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""What the API server sends of any kind of object: pages of a LIST, events of a WATCH, refusals. No I/O."""
+"""What the API server sends for any kind of object: pages of a LIST, events of a WATCH, refusals. No I/O."""
 
 from __future__ import annotations
 

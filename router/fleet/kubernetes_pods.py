@@ -28,7 +28,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _RANKS = re.compile(r"[0-9]{1,3}")
 _WEIGHT = re.compile(r"[0-9]{1,3}(\.[0-9]{1,4})?")
 LOWEST_WEIGHT, HIGHEST_WEIGHT = 0.01, 100.0
-"""A pod has points on hash rings by its weight: extreme ratios would cost memory and have no use."""
+"""A pod's weight sets its number of points on hash rings: extreme ratios would cost memory and have no use."""
 
 
 class PodMeta(ObjectMeta):
@@ -137,8 +137,8 @@ class PodTable:
             self._pods[name] = self._read(change.object)
 
     def addresses(self) -> frozenset[EngineAddress]:
-        """Return where the engines are. If two pods claim one URL, the newer has it: the end of the other is not known
-        yet."""
+        """Return where the engines are. If two pods claim one URL, the newer has it, because the end of the older one
+        is not known yet."""
         by_url: dict[str, tuple[tuple[str, str], EngineAddress]] = {}
         for pod in self._pods.values():
             for address in pod.addresses:

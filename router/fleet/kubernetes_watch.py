@@ -1,8 +1,8 @@
 """Follows objects of the API server: a LIST, then WATCHes that continue from it, then a LIST again, for ever.
 
-A watch alone is not enough: a removal that is missed while the watch is down never comes again. So the whole list
-replaces what was known after any fault, and every few minutes without one. While the API server is not available, what
-was known stays.
+A watch alone is not enough: a removal that is missed while the watch is down never comes again. So after any fault, and
+every few minutes without one, the whole list replaces what was known. While the API server is not available, what was
+known stays.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Table(Protocol[Object]):
 class Watch(Generic[Object]):
     """The objects of one API. `connect` returns it with fresh credentials; `table` is kept current.
 
-    `where` begins each line of the log. `kept` says there what stays while the API server cannot be followed.
+    `where` begins each line of the log. `kept` is the text that says what stays while the API server cannot be
+    followed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Watch(Generic[Object]):
     def status(self) -> DiscoveryStatus:
         """Return the status. Synced: at the last LIST, or the end of the last watch that ran its full time.
 
-        A problem is over when a watch has lasted longer than one that counts as a failure.
+        A problem is over when a watch has lasted for `SHORT_WATCH_S`.
         """
         began_s = self._watching_since_s
         is_followed = began_s is not None and asyncio.get_running_loop().time() - began_s >= SHORT_WATCH_S
@@ -134,13 +135,13 @@ class Watch(Generic[Object]):
             self._problem = None
 
     async def _pause(self, error: ApiError) -> str:
-        """Log what went wrong, wait, half of it at random so that gateways spread, and return the next LIST's
-        reason."""
+        """Log what went wrong, wait, and return the next LIST's reason. Half of the wait is random, so that gateways
+        spread."""
         now_s = asyncio.get_running_loop().time()
         is_news = self._problem is None or self._problem.trouble is not error.trouble
         if is_news or now_s - self._said_at_s >= SAY_AGAIN_S:
             self._said_at_s = now_s
-            log.error("%s: %s; %s, and it is tried again", self._where, error, self._kept)
+            log.error("%s: %s; %s, and the gateway tries again", self._where, error, self._kept)
         self._problem = error
         self._errors += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures, 10))

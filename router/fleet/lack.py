@@ -1,4 +1,4 @@
-"""Resources that this process or machine lacks to make a connection: that is no fault of the other end."""
+"""Resources that this process or machine lacks to make a connection: such a lack is no fault of the other end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LACKS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, err
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Return the name of the error if it is a lack of descriptors, memory or ports; else None."""
+    """Return the name of the error if it is a lack of descriptors, memory or ports; otherwise None."""
     number = getattr(error, "errno", None)
     return errno.errorcode[number] if number in _LACKS else None
 

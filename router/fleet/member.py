@@ -1,4 +1,4 @@
-"""One engine of discovery, and its pods that requests are sent to: one, or one for each data-parallel rank."""
+"""One engine of discovery, and its pods, which get the requests: one, or one for each data-parallel rank."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Member:
         self.pods: tuple[Pod, ...] = ()
         """Empty until the engine is identified; one for each data-parallel rank if there are several."""
         self.found_ranks: Ranks = ()
-        """The ranks that its metrics show. They are kept over a restart, because the engine most likely has as many
-        again."""
+        """The ranks that its metrics show. They are kept across a restart, because the engine most likely has the same
+        number again."""
         self.admitted = False
         """Whether the probe says that it answers. Requests also need discovery's consent: `answers`."""
         self.failures = 0
@@ -59,7 +59,8 @@ class Member:
 
     @property
     def pod(self) -> Pod | None:
-        """The pod; of several ranks the first, which holds the identity and the record of faults of all."""
+        """The pod. If there are several ranks, it is the first, which holds the identity and the record of faults of
+        all."""
         return self.pods[0] if self.pods else None
 
     @property
@@ -74,11 +75,11 @@ class Member:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it answers, is not ejected for failing requests, and does not leave."""
+        """Whether it answers, is not ejected for failing requests, and is not leaving."""
         return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
     def wanted_ranks(self, default: int | None) -> Ranks:
-        """Return the ranks told by discovery or by the setting `default`; if none are told, those that were found."""
+        """Return the ranks given by discovery or by the setting `default`; if none are given, those that were found."""
         told = default if self.address.ranks is None else self.address.ranks
         return self.found_ranks if told is None else tuple(range(told))
 

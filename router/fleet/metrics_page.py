@@ -1,7 +1,7 @@
 """Reads an engine's load from its `/metrics` without parsing the whole page. Pure.
 
-A page of vLLM has 100 KB and more, of which a dozen lines matter: each is found by its name. An implausible value (not
-a number, below zero, absurd) counts as missing.
+A page of vLLM has 100 KB or more, of which a dozen lines matter: each is found by its name. An implausible value (not a
+number, below zero, absurd) counts as missing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from router.kube_targets import MAX_RANKS
 from router.routing.reported import Counts
 
 MAX_LINE_BYTES = 65_536
-"""Of one line: `vllm:lora_requests_info` lists every adapter in use."""
+"""Longest line that is read: `vllm:lora_requests_info` lists every adapter in use."""
 MAX_LINES = 4096
-"""Lines of one name: ranks, times the schedulers of each that write metrics."""
+"""Most lines with one name: each rank has one for each of its schedulers that write metrics."""
 MAX_SLOTS = 4096
 """Adapters that an engine holds at once."""
 _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -109,8 +109,8 @@ class MetricsPage:
 def read_page(page: bytes) -> MetricsPage | None:
     """Return the parts of `page` that matter; None if the engine is not known, or has absurdly many ranks.
 
-    A vLLM of several processes writes no line for a rank's requests before its first request.
-    If a page ends in the middle of a line, that line does not count.
+    A vLLM of several processes writes no line for a rank's requests before that rank's first request. If a page ends in
+    the middle of a line, that line does not count.
     """
     text = b"\n" + page[: page.rfind(b"\n") + 1]
     for engine, names in _NAMES.items():
@@ -142,7 +142,7 @@ def narrow_query(engine: EngineKind) -> str:
 
 
 def _lines(text: bytes, name: str) -> Iterator[tuple[bytes, bytes]]:
-    """Yield labels and value of each sample with that name."""
+    """Yield the labels and the value of each sample with that name."""
     start = b"\n" + name.encode()
     at = text.find(start)
     for _ in range(MAX_LINES):
@@ -192,7 +192,7 @@ def _by_rank(text: bytes, names: tuple[str, ...], label: str, most: float) -> di
 
 
 def _vllm_sizes(text: bytes) -> dict[int, tuple[int | None, int | None]]:
-    """Return capacity in tokens, and tokens of a block, of each rank.
+    """Return each rank's capacity in tokens, and its tokens per block.
 
     `num_gpu_blocks` is the sum of all ranks, repeated on each line; newer releases also write a rank's own tokens.
     """
@@ -224,7 +224,8 @@ def _whole(text: str, most: int) -> int | None:
 
 
 def _slots(text: bytes) -> Slots | None:
-    """Return the latest state. Each state so far has a line, whose value is when the engine was last in it."""
+    """Return the latest state. Each state so far has a line whose value is the time at which the engine was last in
+    it."""
     latest: tuple[float, bytes] | None = None
     for labels, value in _lines(text, _VLLM_ADAPTERS):
         number = _number(value, math.inf)

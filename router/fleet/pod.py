@@ -75,8 +75,9 @@ class Pod:
         faults: Faults | None = None,
         speeds: Speeds | None = None,
     ) -> None:
-        """`rank`: the rank that requests are for; None: the engine chooses. `faults`: the record of its pod.
-        `speeds`: shared by similar pods, which learn from each other's answers; None: it learns only from its own."""
+        """`rank`: the rank that requests are for; None: the engine chooses. `faults`: the record that its pod's ranks
+        share; None: a new one. `speeds`: shared by similar pods, which learn from each other's answers; None: it learns
+        only from its own."""
         self.url = url
         self.key = key
         """Which of the gateway's keys for engines it gets; empty: the common key."""
@@ -140,14 +141,14 @@ def rank_id(pod: PodId, rank: int) -> PodId:
 
 
 def facts_of(identity: PodIdentity) -> EngineFacts:
-    """Return what the list of its models tells about an engine."""
+    """Return what an engine's list of models says about it."""
     adapters = frozenset(model.name for model in identity.models if parent_of(model.card) is not None)
     kind = engine_kind((model.card for model in identity.models), has_epoch=identity.epoch is not None)
     return EngineFacts(engine=kind, adapters=adapters)
 
 
 class Lease:
-    """A request on a pod. It counts from `with` until the block ends, in whatever way."""
+    """A request on a pod. It counts from `with` until the block ends, however that happens."""
 
     __slots__ = (
         "_clock",

@@ -21,10 +21,10 @@ MAX_ANSWER_BYTES = 2**20
 MAX_MODELS = 1024
 """Models of one engine: each is a time series."""
 SLEEP_TIMEOUT_S = 1.0
-"""Seconds to wait for an engine to say whether it sleeps. A sleeping engine answers at once, a computing one after its
-step. So no answer means that it is awake."""
+"""Seconds to wait for an engine to say whether it sleeps. A sleeping engine answers at once, and a computing engine
+answers after its step. So no answer means that it is awake."""
 MAX_SLEEPLESS = 2**14
-"""Engines that are remembered to have no such endpoint."""
+"""Most engines that are remembered as having no `/is_sleeping`."""
 MAX_WORD_BYTES = 2**12
 _VLLM = b'"owned_by":"vllm"'
 _ASLEEP = re.compile(rb'\s*\{\s*"is_sleeping"\s*:\s*true\s*\}\s*')
@@ -32,14 +32,14 @@ MAX_EPOCH_DIGITS = 20
 _NAME = re.compile(r"[\x21-\x7e]{1,253}")
 """The name of a pod or a model: safe in a header, a label and a line of the log."""
 NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
-"""Fields of a model's card that some engines make anew: the time of the answer, and a random id with its own time."""
+"""Fields of a model's card that some engines fill anew: the time of the answer, and a random id with its own time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model that a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON.
 
-    Two are equal if their names and the lasting parts of their cards are: all but `NEW_IN_EVERY_ANSWER`.
+    Two are equal if their names are equal, and so are the lasting parts of their cards: all but `NEW_IN_EVERY_ANSWER`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class HttpProbe:
     """The probe over HTTP.
 
     `credentials` gives the headers that the engine at a URL needs now. `pods` returns how many engines the gateway
-    follows: with more engines, ours publish less often.
+    follows: with more engines, our own engines publish less often.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class HttpProbe:
         epoch = names.get(headers.EPOCH, "")
         pod_id = _named(names.get(headers.POD) or urlsplit(url).netloc, "pod id")
         if "/" in pod_id:
-            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which only separates a data-parallel rank")
+            raise ProbeFailed(f"its pod id {quoted(pod_id)} has a slash, which may only precede a data-parallel rank")
         return PodIdentity(
             pod_id=PodId(pod_id),
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
@@ -181,7 +181,7 @@ class HttpProbe:
 
 
 def named_by_discovery(url: str, model: str) -> PodIdentity:
-    """Return the identity of an engine that does not tell it, from the one model that discovery names. Raises
+    """Return the identity of an engine that does not give it, from the one model that discovery names. Raises
     ProbeFailed."""
     _named(model, "model of discovery")
     card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})
@@ -195,7 +195,7 @@ def restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
     chosen = tuple(served for served in identity.models if served.name == model)
     if not chosen:
         listed = ", ".join(served.name for served in identity.models)
-        raise ProbeFailed(f"discovery says that it serves {model}, GET /v1/models lists {listed}")
+        raise ProbeFailed(f"discovery says that it serves {model}, but GET /v1/models lists {listed}")
     return replace(identity, models=chosen)
 
 

@@ -31,7 +31,7 @@ class Roster:
         self._answering: dict[str, list[PodId]] = {}
         """Model -> pods, in order."""
         self._chosen: dict[str, tuple[Pod, ...]] = {}
-        """Model -> pods, made on request: at the start many changes come together."""
+        """Model -> pods, made on request: at the start, many changes come at once."""
         self._cards: dict[str, ServedModel] | None = {}
         """None: they must be made anew."""
 

@@ -1,7 +1,8 @@
 """Follows the load of engines that publish nothing, by their metrics: a slow correction of what is known here.
 
 Each engine has one task that reads its page, so there are never two reads at once; `scrape_pace` says when to read. The
-values go to the pods (`Pod.counted`), and lasting ones into their facts: capacity, version, data-parallel ranks.
+values go to the pods (`Pod.counted`), and the lasting ones go into the pods' facts: capacity, version, data-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_PAGE_BYTES = 4 * 2**20
 """A page of vLLM has 100 to 150 KB for each rank."""
 MAX_ABOUT_BYTES = 2**20
 AT_ONCE = 8
-"""Pages read at a time: at the start those of a large fleet would come together."""
+"""Pages read at a time: at the start, those of a large fleet would come all at once."""
 MAX_VERSION_CHARS = 64
 JITTER = 0.2
 EVENT_SOURCES = "/kv_event_sources"
@@ -46,7 +47,7 @@ _ABOUT: Mapping[EngineKind, tuple[str, ...]] = {
     "vllm": ("/version",),
     "sglang": ("/server_info", "/get_server_info"),
 }
-"""Where an engine tells its version, and SGLang also its ranks and capacity; the second is the earlier name."""
+"""Where an engine gives its version, and SGLang also its ranks and capacity; the second is the earlier name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class _Reading:
         self.task: asyncio.Task[None] | None = None
 
     def is_of(self, member: Member) -> bool:
-        """Return whether the engine has not restarted. If its ranks change, they keep the record of faults."""
+        """Return whether the engine has not restarted. If its ranks change, the new ones keep the record of faults."""
         return member is self.member and member.pod is not None and member.pod.faults is self._first.faults
 
 
@@ -155,7 +156,7 @@ class Scraper:
         except TimeoutError:
             silent = [reading.member.url for reading in asked if not reading.has_begun.is_set()]
             log.warning(
-                "metrics: %d engines have not told within %g s which data-parallel ranks they have, %s among them; "
+                "metrics: %d engines have not said within %g s which data-parallel ranks they have, %s among them; "
                 "until they do, each is one target",
                 *(len(silent), FIRST_S, silent[0]),
             )
@@ -246,7 +247,7 @@ class Scraper:
         reading.ranks = found
         member = reading.member
         if not (is_news or reading.has_told_ranks) and found != member.found_ranks and member.pod is not None:
-            # Later changes need two pages that agree: each change ends what is known of the ranks before.
+            # Later changes need two pages that agree: each change ends what is known of the earlier ranks.
             self._fleet.has_ranks(member.pod, found)
         if not reading.query:
             if reading.query is not None:
@@ -264,8 +265,8 @@ class Scraper:
                 self._fleet.learnt(pod, facts)
 
     async def _ask_about(self, reading: _Reading, kind: EngineKind) -> None:
-        """Ask for what an engine tells only once: its version, and SGLang's ranks and capacity. No answer is no
-        problem."""
+        """Ask for what stays the same: the version, and SGLang's ranks and capacity. It is no problem if no answer
+        comes."""
         for path in _ABOUT.get(kind, ()):
             try:
                 url = reading.member.url
@@ -285,7 +286,7 @@ class Scraper:
             return
 
     async def _ask_for_events(self, reading: _Reading) -> None:
-        """Ask where it publishes its KV events; older engines do not say."""
+        """Ask where the engine publishes its KV events; older engines do not say."""
         url = reading.member.url
         try:
             async with self._places:
@@ -297,8 +298,8 @@ class Scraper:
             self._fleet.learnt(pod, replace(pod.facts, kv_event_ports=ports, kv_replay_ports=replay_ports))
 
     def _page_url(self, reading: _Reading) -> str:
-        """Return the page's URL. With a final slash the Python client itself answers, which takes the names to write.
-        Without it, a library answers that writes all."""
+        """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and takes the names to
+        write. Without the slash, another library answers and writes all lines."""
         url = URL(reading.member.url)
         if self._port is not None:
             url = url.with_port(self._port)
@@ -313,7 +314,7 @@ class Scraper:
         elif problem is not None and reading.said is None:
             log.warning(
                 "metrics of %s cannot be read: %s; the next try is within %g s, and until then only this gateway's "
-                "requests tell its load",
+                "requests show its load",
                 *(reading.member.url, problem, LONGEST_PAUSE_S),
             )
         reading.said = problem

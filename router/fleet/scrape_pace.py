@@ -1,4 +1,4 @@
-"""How often an engine's metrics are read: so seldom that reading never makes a busy engine busier. Pure.
+"""How often an engine's metrics are read: so rarely that reading never makes a busy engine busier. Pure.
 
 The process that takes an engine's requests also makes the page, so reading takes its time. The pause is at least
 `SPARING` times as long as the last page took: a gateway uses at most 1/50 of that process. If many gateways read, or
@@ -18,7 +18,7 @@ LONGEST_PERIOD_S = 5.0
 SPARING = 50.0
 LONGEST_PAUSE_S = 60.0
 SLOW = 2.0
-"""If the pause exceeds this many periods to spare the engine, the operator is told."""
+"""If the pause exceeds this many periods to spare the engine, `problem` says so."""
 
 
 def period_s(pods: int) -> float:
@@ -29,7 +29,8 @@ def period_s(pods: int) -> float:
 
 
 class Pace:
-    """The pace for one engine. `problem`: why it is read less often than others, or not at all; None: it is not."""
+    """The pace for one engine. `problem`: why it is read less often than others, or not at all; None: it is read as
+    usual."""
 
     __slots__ = ("pause_s", "problem")
 

@@ -64,9 +64,10 @@ class SeveralDiscoveries:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> DiscoveryStatus:
-        """Return the oldest status of the sources. A source that never could look is as old as the first wait for it.
+        """Return the oldest status of the sources. A source that has never looked counts as synced at the start of
+        `watch`.
 
-        Not synced while no source has looked, or while the first set still waits.
+        The status is not synced while no source has looked, or while the first set still waits.
         """
         found = [source.status() for source in self._sources]
         synced = [status.synced_at_s for status in found]
@@ -89,7 +90,7 @@ class SeveralDiscoveries:
 
 
 def merged(sets: Iterable[frozenset[EngineAddress]]) -> frozenset[EngineAddress]:
-    """Return all addresses, one for each URL: the newer engine; if one engine is in several sets, that of the first."""
+    """Return all addresses, one for each URL: the newer engine; if one engine is in several sets, the first counts."""
     by_url: dict[str, EngineAddress] = {}
     for addresses in sets:
         for address in addresses:

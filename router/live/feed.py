@@ -22,7 +22,7 @@ EVERY_S = 1.0
 MOST_VIEWERS = 16
 SHOWN_PREFIXES = 12
 PREFIXES_EVERY = 3
-"""Frames between two searches for the hottest prefixes, because a search takes time in all counted keys."""
+"""Frames between two searches for the hottest prefixes, because a search looks at all counted keys."""
 
 
 class TooManyViewers(Unavailable):
@@ -60,7 +60,7 @@ class Live:
         self._is_made = asyncio.Event()
         """Set when the next frame is made, and then replaced."""
 
-    # -- what the gateway tells -------------------------------------------------------------------------------
+    # -- what the gateway reports -----------------------------------------------------------------------------
 
     def wants_scores(self) -> bool:
         """See Observer."""

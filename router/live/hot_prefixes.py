@@ -17,7 +17,7 @@ WINDOW_S = 30.0
 KEYS_PER_S = 20_000
 """Keys counted per second of requests; they take a few milliseconds. Further requests are skipped."""
 MOST_KEYS = 32_768
-"""Keys of a window. Above it, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
+"""Keys of a window. Above this number, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
 SAME_SHARE = 0.7
 """If a longer prefix accounts for this share of a shorter one, it stands for both."""
 LEAST_COUNT = 3
@@ -109,7 +109,7 @@ class HotPrefixes:
             least *= 2
 
     def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
-        """Return the hottest prefixes, hottest first. Takes time in all keys in memory."""
+        """Return the hottest prefixes, hottest first. Looks at all keys in memory."""
         if self._until_s is not None:
             self._roll(now_s)
         requests = self._requests + self._requests_before

@@ -1,6 +1,6 @@
-"""A gateway at one moment, for the page and `top`: pods, load, hits, prefixes, decisions, tenants. JSON values.
+"""A gateway at one moment, for the page and `top`: pods, hot prefixes, queues and shadow policies. JSON values.
 
-The size is bounded whatever the fleet and its traffic: of many pods it has those with trouble and the busiest.
+The size is bounded for any fleet and traffic: if there are many pods, it has those in trouble and the busiest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.telemetry.totals import Totals
 
 MOST_PODS = 64
 MOST_NAMES = 32
-"""Of models, and of tenants."""
+"""Most models, and most tenants, that are named."""
 MOST_HOLDERS = 8
 """Pods that are named for a prefix; the others are only counted."""
 
@@ -118,7 +118,7 @@ def shadow_rows(totals: Totals) -> list[dict[str, Any]]:
 
 
 def _state(member: Member, pod: Pod | None) -> str:
-    """Return a word for whether it gets requests, or for the first reason why not."""
+    """Return `serving` if the pod gets requests, or a word for the first reason why it does not."""
     if pod is not None and pod.faults.is_leaving:
         return "leaving"
     if not member.address.is_ready:

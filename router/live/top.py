@@ -19,14 +19,14 @@ from rich.text import Text
 
 DEFAULT_URL = "http://127.0.0.1:8081"
 HEARD_S = 10.0
-"""A gateway that sends nothing for this long is gone: it makes a frame a second."""
+"""A gateway that sends nothing for this long is gone: a live one sends a frame a second."""
 SHOWN_PODS = 24
 SHOWN_PREFIXES = 6
 SHOWN_DECISIONS = 10
 _HINT = "--admin-url must be the URL of the gateway's --admin-port"
 _BAR = 12
 _WIDE = 100
-"""Columns from which on everything has room."""
+"""From this many columns on, everything has room."""
 
 
 class CannotWatch(Exception):

@@ -26,7 +26,7 @@ class Answered:
     """One answer, whose headers have come. `add` its body, call `ended` at its end, and `close` in any case."""
 
     def __init__(self, parts: PickerParts, exchange: Exchange, fields: Mapping[str, str], served: str | None) -> None:
-        """`served`: the endpoint that gave it, if the proxy tells."""
+        """`served`: the endpoint that gave it, if the proxy says so."""
         self._parts = parts
         self._exchange = exchange
         self._fields = fields
@@ -58,7 +58,7 @@ class Answered:
         self._tail.add(chunk)
 
     def began(self) -> None:
-        """Note that the first byte of the body has come, or as much as the proxy tells."""
+        """Note that the first byte of the body has come, or the first sign of it that the proxy gives."""
         self._has_begun = True
         attempt, exchange = self.attempt, self._exchange
         if attempt is None or self._outcome is not Outcome.ANSWERED:
@@ -109,7 +109,7 @@ class Answered:
             self._leave(self.attempt)
 
     def _leave(self, attempt: Attempt) -> None:
-        """End an attempt. If it never ran, its prefix no longer counts as held there either."""
+        """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""
         inbound = self._exchange.inbound
         assert inbound is not None
         if inbound.prompts == 1:
@@ -132,7 +132,7 @@ class Answered:
         try:
             choice = parts.chooser.choose(inbound, others)
         except Unavailable:
-            return  # it serves no more, or is not one of our pods
+            return  # the pod that served takes no more requests, or is not ours
         self.attempt = parts.attempts.begin(exchange, inbound, choice)
         self.attempt.__enter__()
 

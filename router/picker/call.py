@@ -52,7 +52,8 @@ READ = frozenset(KEYED).union(BY_LOAD)
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
-"""Modes that bring a request's body before its headers go on. Without it nothing is known of its prefix."""
+"""Modes that bring a request's body before its headers go on. Without the body, nothing is known of the prompt's
+prefix."""
 
 
 class Call:
@@ -66,7 +67,7 @@ class Call:
         self.timeout: asyncio.Timeout | None = None
         """Set to `deadline_s` whenever that changes."""
         self.is_over = False
-        """Whether nothing more is to be told to the proxy."""
+        """Whether the proxy needs no further answer."""
         self._exchange: Exchange | None = None
         self._admitted: Admitted | None = None
         self._inside = contextlib.ExitStack()
@@ -98,7 +99,7 @@ class Call:
             return [self._refused(error)]
 
     def late(self) -> Responses:
-        """Return what to tell the proxy when the deadline is over; nothing if its answer has begun."""
+        """Return what to tell the proxy when the deadline is over; nothing if the client's answer has begun."""
         exchange, limits = self._exchange, self._parts.limits
         if exchange is None:
             return ()
@@ -117,7 +118,7 @@ class Call:
         self._exchange = None
         answered, parts = self._answered, self._parts
         if answered is not None and not self._sees_body:
-            answered.ended()  # the proxy does not tell how it ended
+            answered.ended()  # the proxy does not say how the answer ended
         if not exchange.status:
             exchange.client_left()
         if answered is not None:
@@ -301,7 +302,7 @@ class Call:
         return [wire.ProcessingResponse(response_headers=wire.HeadersResponse(response=common))]
 
     def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:
-        """Return headers of the answer that say why the request went there."""
+        """Return headers of the answer that say why the request went to its pod."""
         fields = {headers.REQUEST_ID: exchange.request_id, **exchange.rate_headers}
         if answered.attempt is not None and self._tells_cache(exchange):
             choice = answered.attempt.choice
@@ -331,7 +332,7 @@ class Call:
         return [wire.ProcessingResponse(response_trailers=wire.TrailersResponse())]
 
     def _who(self) -> tuple[str | None, str]:
-        """Return which key the request came with, and from where, if the proxy says so."""
+        """Return which key the request came with, and where it came from, if the proxy says so."""
         key_id = None if self._parts.keys is None else key_id_shown(authorization_of(self._fields))
         return key_id, self._fields.get("x-forwarded-for", "").rpartition(",")[2].strip()
 

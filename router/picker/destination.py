@@ -1,4 +1,5 @@
-"""Where requests go, among the endpoints that the proxy allows: with keys by the chooser, without keys by load."""
+"""Where requests go, among the endpoints that the proxy allows. The chooser places requests with keys, and load those
+without."""
 
 from __future__ import annotations
 
@@ -54,15 +55,15 @@ def fallbacks(pods: Sequence[Pod], first: Pod, most: int) -> list[str]:
 
 
 class ByLoad:
-    """Picks for requests without keys: those to unknown endpoints, and those without a body."""
+    """Picks pods for requests without keys: those to unknown endpoints, and those without a body."""
 
     def __init__(self, fleet: Fleet, room: WaitingRoom) -> None:
         self._fleet = fleet
         self._room = room
 
     def pick(self, body: bytes, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
-        """Return the least loaded pod, and all pods, of the model that a JSON body names; of all models if none is
-        known.
+        """Return the least loaded pod, and all pods, of the model that a JSON body names; if no model is known, of all
+        models.
 
         Raises Forbidden and Unavailable.
         """

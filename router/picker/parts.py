@@ -38,9 +38,9 @@ class PickerLimits:
     total_s: float
     """For a request and its answer together."""
     fallbacks: int
-    """Further endpoints that the proxy is told to try."""
+    """Further endpoints that the proxy may try."""
     tells_cache: bool = True
-    """Whether answers may have the headers that tell of pods and caches."""
+    """Whether answers may have the headers about pods and caches."""
     takes_tests: bool = False
     """Whether the headers of the conformance tests are followed."""
     has_tenants: bool = False
@@ -70,4 +70,4 @@ class PickerParts:
     on_refusal: Callable[[Unauthorized], None]
     limits: PickerLimits
     objectives: Objectives | None = None
-    """None: none are followed."""
+    """None: no objectives are followed."""

@@ -28,7 +28,7 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 TEST_SELECTION = "test-epp-endpoint-selection"
 """Request header of the conformance tests: like SUBSET, if the operator allows it. A port may be left out."""
 TEST_SERVED = "x-conformance-test-served-endpoint"
-"""Response header for the conformance tests: SERVED, as the proxy told it."""
+"""Response header for the conformance tests: SERVED, as the proxy gave it."""
 
 OBJECTIVE = "x-gateway-inference-objective"
 """Request header: the name of an InferenceObjective, which has the request's priority."""
@@ -71,7 +71,7 @@ def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def served_of(metadata: wire.Metadata) -> str | None:
-    """Return the endpoint that gave the answer; None if the proxy does not tell."""
+    """Return the endpoint that gave the answer; None if the proxy does not say."""
     said = _entry(metadata, ENDPOINTS, SERVED)
     return said.string_value or None if said is not None else None
 

@@ -62,7 +62,7 @@ async def serving(parts: PickerParts, lacks: Callable[[], list[str]], listen: Li
         else:
             port = server.add_insecure_port(address)
     except RuntimeError:
-        why = "it is taken, or this host has no such address"
+        why = "the port is taken, or this host has no such address"
         raise NoPort(f"cannot listen on {address} for --ext-proc-port: {why}") from None
     await server.start()
     try:

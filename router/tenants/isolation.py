@@ -4,7 +4,7 @@
     salt       = HMAC-SHA256(tenant key, the request's own `cache_salt`, or nothing), as 64 hexadecimal digits
 
 HMAC: RFC 2104. Nobody without the secret can find a salt. No salt of a client reaches an engine unchanged, so knowing
-another tenant's is of no use. Within a tenant the field keeps its meaning: other values, other caches.
+another tenant's salt is of no use. Within a tenant `cache_salt` keeps its meaning: another value means another cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parse_secret(path: Path, content: bytes) -> bytes:
     secret = content.strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise UnusableFile(
-            f"{path} must hold a secret of at least {MIN_SECRET_BYTES} bytes, e.g. of `openssl rand -hex 32`"
+            f"{path} must hold a secret of at least {MIN_SECRET_BYTES} bytes, e.g. from `openssl rand -hex 32`"
         )
     return secret
 
@@ -44,7 +44,7 @@ class Isolation:
         return bool(self._secret)
 
     def use(self, secret: bytes) -> None:
-        """Use this secret from now on. What is cached under another is not found any more."""
+        """Use this secret from now on. What is cached under another secret is no longer found."""
         self._secret = secret
         self._keys = {}
 

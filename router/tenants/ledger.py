@@ -1,10 +1,10 @@
 """How much of a limit each gateway has used, and how much of the rest each holds: the account that gateways share.
 
 A gateway takes a piece of a tenant's limit in advance, spends it by itself, and reports every PERIOD_S. So a request
-costs a comparison, and no answer waits for Redis, except for a tenant's first after a pause.
+costs a comparison, and no request waits for Redis, except a tenant's first after a pause.
 
 Use is counted in SLOTS slots of a second and the one that has begun: a sliding window that is never too short. What
-gateways hold counts as used while they run; a gateway that has not reported for HOLD_S holds nothing any more.
+gateways hold counts as used while they run; a gateway that has not reported for HOLD_S no longer holds anything.
 """
 
 from __future__ import annotations

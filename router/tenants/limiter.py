@@ -23,7 +23,7 @@ ASK_S = 1.0
 RETRY_S = 1.0
 """Seconds between two checks whether a shared ledger that failed answers again."""
 MAX_ROUNDS = 4
-"""Answers that one request waits for, because other requests may take what was granted for it."""
+"""Most answers that one request waits for: other requests may take what was granted for it."""
 BATCH = 100
 """Tenants in one call, so that it takes about a millisecond of Redis's time."""
 
@@ -38,7 +38,7 @@ class SharedLedger(Ledger, Protocol):
     """A ledger that other gateways use too, and that may fail: then both methods raise one of REDIS_ERRORS."""
 
     async def begin_anew(self) -> None:
-        """Check after an error whether it answers again."""
+        """Check after an error whether the ledger answers again."""
         ...
 
 
@@ -46,7 +46,7 @@ class RateLimited(TooManyRequests):
     """429: the tenant is at one of its limits. `headers`: its limits, in the headers of OpenAI's API."""
 
     def __init__(self, reason: Reason, limit: int, wait_s: float, tokens: int, headers: Mapping[str, str]) -> None:
-        """`wait_s`: seconds until there is room; infinite if there never is."""
+        """`wait_s`: seconds until there is room; infinite if there never will be."""
         per = {"requests": "requests a minute", "tokens": "tokens a minute", "at_once": "requests at once"}[reason]
         retry_after_s = max(0.0, wait_s) if math.isfinite(wait_s) else None
         if retry_after_s is None:

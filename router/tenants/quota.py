@@ -14,10 +14,10 @@ Reason = Literal["requests", "tokens", "at_once"]
 AHEAD = 2.0
 """Periods of recent use that are held in advance: one until the next report, one in case that report comes late."""
 MAX_AHEAD_SHARE = 0.05
-"""Most of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
+"""Largest share of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
 PACE_WEIGHT = 0.5
 SPARE_AT_ONCE = 0.1
-"""Requests at once that are held beyond the most of the last period, as a share of those."""
+"""Requests at once that are held beyond the most in the last period, as a share of that number."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Meter:
     pace: float = 0.0
     """Use per period, smoothed."""
     awaited: int = 0
-    """What the requests need that wait for the next answer."""
+    """What the requests that wait for the next answer need."""
     is_short: bool = False
     """Whether the last answer gave less than was wanted."""
     shared_left: int = 0
@@ -43,7 +43,7 @@ class Meter:
         self.left = 0.0 if self.limit is not None else math.inf
 
     def spend(self, count: int) -> None:
-        """Count it as used."""
+        """Count `count` as used."""
         self.left -= count
         self.used += count
         self.used_in_period += count
@@ -73,7 +73,7 @@ class Meter:
             self.shared_left = shared_left
 
     def change(self, limit: int | None) -> None:
-        """Use another limit from now on. What is held of the old one does not count for it."""
+        """Use another limit from now on. What is held of the old limit does not count for the new one."""
         if limit != self.limit:
             self.limit, self.is_short = limit, False
             self.left = 0.0 if limit is not None else math.inf
@@ -144,7 +144,7 @@ class Quota:
     def refusal(self, tokens: int, now_s: float) -> tuple[Reason, float] | None:
         """Return why a request cannot begin, and the seconds until it may; None: the ledger may be asked for more.
 
-        A period after an answer that granted too little, there may be more again.
+        One period after an answer that granted too little, there may be more again.
         """
         if self.limits.tokens_per_minute is not None and tokens > self.limits.tokens_per_minute:
             return "tokens", math.inf
@@ -160,7 +160,7 @@ class Quota:
         return None
 
     def _frees_s(self, kind: Literal["requests", "tokens"], missing: int) -> float:
-        """Return the seconds from the last answer until `missing` counts no more."""
+        """Return the seconds from the last answer until `missing` no longer counts."""
         for slot in self._slots:
             missing -= slot.requests if kind == "requests" else slot.tokens
             if missing <= 0:
@@ -205,7 +205,7 @@ class Quota:
         self._settled_s = now_s
 
     def farewell(self) -> Report:
-        """Return the last report: what was used, and that nothing is held any more."""
+        """Return the last report: what was used, and that nothing is held from now on."""
         return replace(self.report(), requests_wanted=0, tokens_wanted=0, in_flight=0, at_once_wanted=0)
 
     def change(self, limits: TenantLimits) -> None:

@@ -2,7 +2,7 @@
 
 Fields of the hash: `sN` -> "REQUESTS TOKENS", the use reported in slot N; `gID` -> "EXPIRY REQUESTS TOKENS AT_ONCE
 WANTED", what a gateway holds until that time in milliseconds, and how many requests at once it wants. The time is
-Redis's, because no other two clocks agree.
+Redis's, because the gateways' clocks do not agree.
 """
 
 from __future__ import annotations

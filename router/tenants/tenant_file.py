@@ -1,4 +1,4 @@
-"""The tenants' file: YAML, as THE_FILE.md describes it. Errors are named by line and field."""
+"""The tenants' file: YAML, as THE_FILE.md describes it. Errors name the line and the field."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _twice_in_maps(node: yaml.Node, where: _Where) -> Iterator[_Problem]:
         for key, child in node.value:
             name = str(key.value)
             if name in seen:
-                yield (*where, name), "is there twice"
+                yield (*where, name), "occurs twice"
             seen.add(name)
             yield from _twice_in_maps(child, (*where, name))
 
@@ -159,7 +159,7 @@ def _shared(entries: Sequence[_Entry]) -> Iterator[_Problem]:
     owners: dict[str, str] = {}
     for at, entry in enumerate(entries):
         if entry.name in names:
-            yield ("tenants", at, "name"), f"{entry.name} is there twice"
+            yield ("tenants", at, "name"), f"{entry.name} occurs twice"
         names.add(entry.name)
         for number, key in enumerate(entry.keys):
             if key.sha256 in owners:
@@ -198,7 +198,7 @@ def _tell(path: Path, root: yaml.Node, problems: Sequence[_Problem]) -> Iterator
 
 
 def _line(node: yaml.Node, where: _Where) -> int:
-    """Return the line, from 1 on, of the field there, or of what should hold it."""
+    """Return the line, counted from 1, of the field at `where`, or of what should hold it."""
     line: int = node.start_mark.line + 1
     for step in where:
         found: tuple[yaml.Node, yaml.Node] | None = None

@@ -1,8 +1,8 @@
 """What tenants have used, for billing: a line of JSON for each request that an engine began to serve, a file a day.
 
 A thread writes the lines; they are on the disk (fdatasync) about a second after their request has ended. Lines that
-cannot be written wait, up to MAX_PENDING_BYTES; further lines are lost, and counted. A file holds whole lines only: the
-rest of a write that failed half-way, or that a power failure interrupted, is cut off.
+cannot be written wait, up to MAX_PENDING_BYTES; further lines are lost, and counted. A file holds whole lines only: if
+a write fails half-way, or a power failure interrupts it, the part that was written is cut off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _MAX_WRITERS = 100
 
 
 class UsageLog:
-    """`usage-YYYY-MM-DD-HOST.jsonl` in a folder; days are UTC's, and a request belongs to the day on which it ended."""
+    """`usage-YYYY-MM-DD-HOST.jsonl` in a folder; days are in UTC, and a request belongs to the day on which it
+    ended."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since 1970."""
@@ -89,7 +90,7 @@ class UsageLog:
     async def _flush(self) -> bool:
         """Write what waits, and return whether nothing is left. Lines that cannot be written stay, in order.
 
-        Only one write runs at a time, and it goes on if its caller is cancelled: else the thread's lines would be
+        Only one write runs at a time, and it goes on if its caller is cancelled: otherwise the thread's lines would be
         written twice.
         """
         if self._flushing is None or self._flushing.done():
@@ -137,7 +138,7 @@ class _DayFile:
         self._size = _cut_to_lines(descriptor)
 
     def append(self, lines: bytes) -> None:
-        """Append all of it, or nothing. Raises OSError."""
+        """Append all lines, or none. Raises OSError."""
         try:
             rest = memoryview(lines)
             while rest:

@@ -144,7 +144,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 {{- end }}
 {{- end }}
 
-{{/* JSON: what the pod tells gateways of itself. */}}
+{{/* JSON: what the pod tells gateways about itself. */}}
 {{- define "warmroute.foreignAnnotations" -}}
 {{- $model := .model }}
 {{- $said := dict }}

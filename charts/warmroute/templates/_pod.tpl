@@ -23,8 +23,8 @@ YAML reads `prefix_cache: off` as false, which the engine regards as off.
 {{- end }}
 
 {{/* (dict "chart" LIST "extra" LIST): each name once, from the extra list if both have it. Server-side apply refuses a name
-that is given twice. If an extra variable replaces one of the chart's, it stands in that one's place, after the extra ones
-that come before it in their list, because a variable may only refer to variables above it. */}}
+that is given twice. If an extra variable replaces one of the chart's, it takes that place, and the
+extra ones before it in their list go there too: a variable may only refer to variables above it. */}}
 {{- define "warmroute.env" -}}
 {{- $byName := dict }}
 {{- $extras := list }}

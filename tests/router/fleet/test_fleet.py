@@ -240,7 +240,7 @@ async def test_the_model_that_discovery_names_is_the_one_it_serves() -> None:
     async with world.running():
         assert (world.ids("m"), world.ids("n"), world.ids("other")) == ([], ["a"], [])
         (wrong,) = (m.last_error for m in world.fleet.members() if m.url == "http://b")
-        assert wrong == "discovery says that it serves other, GET /v1/models lists m"
+        assert wrong == "discovery says that it serves other, but GET /v1/models lists m"
         world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
         await asyncio.sleep(0.1)
         assert (world.ids("m"), world.ids("n")) == (["a", "b"], ["a"])

@@ -184,7 +184,7 @@ async def test_a_pool_that_is_probably_a_mistake_is_warned_of(
         cluster.pools.put(pool(endpointPickerRef=ref, appProtocol="kubernetes.io/h2c"))
         await asyncio.sleep(NEWS_S)
         for said in (
-            "endpointPickerRef names other, --ext-proc-service picker",
+            "endpointPickerRef names other, but --ext-proc-service is picker",
             "failureMode FailOpen",
             "kubernetes.io/h2c",
         ):
@@ -192,7 +192,7 @@ async def test_a_pool_that_is_probably_a_mistake_is_warned_of(
         caplog.clear()
         cluster.pools.put(pool(endpointPickerRef=None))
         await asyncio.sleep(NEWS_S)
-        assert "endpointPickerRef names no Service, --ext-proc-service picker" in caplog.text
+        assert "endpointPickerRef names no Service, but --ext-proc-service is picker" in caplog.text
         assert len(seen.sets) == 1, "none of it changes the fleet"
 
 
