@@ -27,7 +27,7 @@ MAX_MARKS = 4
 LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds that a mark's `ttl` keeps a prefix."""
 RETENTIONS_S = {"24h": 86_400.0}
-"""Seconds of `prompt_cache_retention`. `in_memory` is not here, because it asks for no more than the cache does anyway."""
+"""Seconds of `prompt_cache_retention`. `in_memory` is not here, because the cache does as much without it."""
 
 
 class CacheControl(BaseModel):

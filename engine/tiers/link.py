@@ -157,7 +157,7 @@ class Link:
         return [BlockPair(a, b) for a, b in zip(upper.nodes[start:stop], lower.blocks[start:stop], strict=True)]
 
     def describe_all(self, lower: CachedSequence, start: int, stop: int) -> bool:
-        """Like `describe`; return False, with nothing described, if a label does not fit (of a thousand tokens)."""
+        """Like `describe`; return False, with nothing described, if a label does not fit (1,000 tokens a block)."""
         if self._describe is None:
             return True
         found = list(islice(labels(lower, start), stop - start))

@@ -55,7 +55,7 @@ class ThreadedLookups:
             threading.Thread(target=self._work, name=f"shared-tier-lookup-{number}", daemon=True).start()
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this on a thread of the lookups when one is answered; None: call nothing."""
+        """Call `on_end` on a thread of the lookups whenever one is answered; None: call nothing."""
         self._on_end = on_end
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:
