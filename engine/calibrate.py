@@ -71,7 +71,7 @@ class CalibrateSettings(Settings):
     def _is_yaml(cls, path: Path) -> Path:
         if path.suffix not in SUFFIXES:
             raise ValueError(
-                f"must end in {' or '.join(SUFFIXES)}: --sim-profile distinguishes files from names by it"
+                f"must end in {' or '.join(SUFFIXES)}: --sim-profile tells files from names by their ending"
             )
         return path
 

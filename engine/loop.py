@@ -189,9 +189,9 @@ class EngineLoop:
     async def run(self) -> None:
         """Step until cancelled.
 
-        A failed step ends the requests in it and in the step queued behind it. Raises RuntimeError
-        after `MAX_FAILURES_IN_A_ROW` failed steps, from the last step's error, and when a step has not ended by its
-        deadline, counted from the end of the step before it. A defect of the loop itself ends `run`, too.
+        A failed step ends the requests in it and in the step queued behind it. A defect of the loop itself ends `run`.
+        Raises RuntimeError after `MAX_FAILURES_IN_A_ROW` failed steps, from the last step's error, and if a step has
+        not ended by its deadline, counted from the end of the step before it.
         """
         try:
             while True:
@@ -259,8 +259,7 @@ class EngineLoop:
         await asyncio.sleep(0)
 
     async def _give_up(self, reason: str) -> None:
-        """Fail the oldest step and, when they have ended, the steps behind it: the backend may still use their
-        blocks."""
+        """Wait for the steps behind the oldest one, whose blocks the backend may still use, then fail all of them."""
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()

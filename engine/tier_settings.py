@@ -95,7 +95,7 @@ def tiers_over(
 ) -> Tiers:
     """Return the tiers over these stores.
 
-    `wake` makes the event loop look after the copies. The tiers call it on any thread, such as when a copy ends.
+    `wake` makes the event loop look after the copies. The tiers call it, on any thread, when copies end or may begin.
     `plans_ahead`: a step is planned during the step before it.
     """
     return make_tiers(

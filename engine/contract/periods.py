@@ -22,9 +22,9 @@ LARGEST_FLEET = 100_000
 """Pods beyond which the periods no longer grow: a gateway that reports more is mistaken."""
 LONGEST_BATCH_S = 1.0
 LONGEST_HEARTBEAT_S = 1.5
-"""Less than the pause between probes, 1.6 s by default: a gateway does not probe a pod that has just published."""
+"""Below the least pause between probes, 1.6 s by default: a gateway does not probe a pod that has just published."""
 LONGEST_SNAPSHOT_S = 10.0
-"""Less than the 15 s of deltas that a gateway replays after a snapshot (`router/registry/reader.py`)."""
+"""Below the 15 s of deltas that a gateway replays after a snapshot (`router/registry/reader.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
