@@ -156,7 +156,7 @@ class EngineLoop:
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[TokenStream]:
         """Queue requests. Yields their outputs; leaving the context aborts unfinished requests.
 
-        Raises QueueFull, RequestRefused for a request that can never run (in both cases none of them is queued), and
+        Raises QueueFull, RequestRefused for a request that can never run (in both cases none is queued), and
         StepFailed if the loop has ended.
         """
         if self._dead:

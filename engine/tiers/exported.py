@@ -49,7 +49,7 @@ class TierCollector(Collector):
         yield self._counter("promotions", "Blocks copied up from the tier.", tiers, stats.promoted)
         yield self._counter("skipped", "Blocks not copied down: the tier or its queue was full.", tiers, stats.skipped)
         yield self._counter(
-            "worthless", "Blocks not copied down: computing them again is sooner.", tiers, stats.worthless
+            "worthless", "Blocks not copied down: computing them again is faster.", tiers, stats.worthless
         )
         yield self._counter("errors", "Copies that failed.", tiers, stats.errors)
         yield self._counter(
@@ -57,8 +57,8 @@ class TierCollector(Collector):
         )
         yield self._by_name(
             "warmroute_tier_decisions",
-            "Requests that found something below the pool, by what was expected to be sooner: to fetch all of it, a "
-            "part, or to compute.",
+            "Requests that found something below the pool, by what was expected to be faster: to fetch all of it, to "
+            "fetch a part, or to compute.",
             "decision",
             {decision.value: stats.decisions[decision] for decision in Decision},
         )

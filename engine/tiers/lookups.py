@@ -31,7 +31,7 @@ class Lookups(Protocol):
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:
         """Look up how many of these blocks of one chain, from the first on, are there; `parent`: of the first. Return
-        None if this cannot be asked now."""
+        None if no look-up can begin now."""
         ...
 
 

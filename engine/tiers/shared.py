@@ -202,7 +202,7 @@ class OpenShared:
         try:
             self.folder.forget_all()
         except OSError as error:
-            # The blocks are as right as before, but the operator who wanted them gone has to know.
+            # The blocks are as valid as before, but the operator who wanted them gone has to know.
             log.error("shared tier: %s cannot be reset: %s", self.folder.path, error)
         self.clears -= 1
 
