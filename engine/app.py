@@ -447,7 +447,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _in_daemon_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Return the call's future result. Unlike an executor's thread, this one does not delay the end of the process."""
+    """Return the call's future result. The call's thread, unlike an executor's, does not delay the process's end."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     outcome.set_running_or_notify_cancel()
 

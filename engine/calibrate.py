@@ -47,16 +47,16 @@ class CalibrateSettings(Settings):
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
     out: Path = Field(Path("profile.yaml"), description="Profile to write, a .yaml file; an existing one is replaced")
-    seconds: float = Field(60.0, ge=1, le=3600, description="Seconds to measure for, loading the model not counted")
+    seconds: float = Field(60.0, ge=1, le=3600, description="Seconds to measure for, without loading the model")
     kv_cache_bytes: int = Field(
-        0, ge=0, description="Bytes of the KV pool, whose tokens are the profile's; 0: the default of warmroute-engine"
+        0, ge=0, description="Bytes of the KV pool, measured and emulated; 0: the default of warmroute-engine"
     )
     kv_pool_tokens: int = Field(0, ge=0, description="Tokens of the KV pool; 0: as many as fit kv_cache_bytes")
     block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
-    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step at most")
-    max_running: int = Field(64, ge=1, le=4096, description="Sequences that decode at once at most")
+    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Most tokens computed in one step")
+    max_running: int = Field(64, ge=1, le=4096, description="Most sequences that decode at once")
     threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
-    seed: int = Field(0, ge=0, lt=2**63, description="Decides the steps that the profile is checked with")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed for the choice of the steps that check the profile")
     config: str | None = Field(None, description="YAML file with any of these settings")
 
     @field_validator("device")
@@ -71,7 +71,7 @@ class CalibrateSettings(Settings):
     def _is_yaml(cls, path: Path) -> Path:
         if path.suffix not in SUFFIXES:
             raise ValueError(
-                f"must end in {' or '.join(SUFFIXES)}: by that --sim-profile distinguishes files from names"
+                f"must end in {' or '.join(SUFFIXES)}: --sim-profile tells files from names by their ending"
             )
         return path
 
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
     """
     settings = load_or_exit(CalibrateSettings, argv, PROG)
     try:
-        # Refused at once: nobody measures for minutes to learn that the folder is missing.
+        # Checked at once: nobody wants to measure for minutes and then learn that the folder is missing.
         with tempfile.TemporaryFile(dir=settings.out.parent):
             pass
         profile, found = asyncio.run(calibrate(settings))
@@ -124,7 +124,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     _say(f"loading {settings.model} on {settings.device}")
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
-        # Memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
+        # Only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
         _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(
@@ -136,11 +136,11 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     if len(found.fitted) < MIN_STEPS:
         raise ValueError(
             f"only {len(found.fitted)} kinds of steps fit the KV pool, the model, --max-step-tokens and a hundredth of"
-            f" --seconds; {MIN_STEPS} are needed: give more --kv-pool-tokens, or more --seconds if the machine is slow"
+            f" --seconds; {MIN_STEPS} are needed: raise --kv-pool-tokens, or --seconds if the machine is slow"
         )
     if found.spread > DISTURBED:
         _say(
-            f"repeats of a step differ by {found.spread:.0%}: something else uses this machine, expect a rough profile"
+            f"repeats of a step differ by {found.spread:.0%}: something else uses this machine; expect a rough profile"
         )
     profile = fit_profile(settings.out.stem, [step for _, step in found.fitted], blocks * settings.block_size)
     return profile, found

@@ -107,8 +107,8 @@ class EngineSettings(Settings):
         0.0,
         ge=0,
         le=0.9,
-        description="Share of the KV pool where conversations are kept unasked: while a tool runs, as long as tools "
-        "took lately, and before a regenerated answer; a request that needs the room gets it; 0: none is kept",
+        description="Share of the KV pool where conversations are kept unasked: while a tool runs, for as long as "
+        "tools took lately, and ahead of a regenerated answer; a request that needs the room gets it; 0: none is kept",
     )
     host_cache_bytes: int = Field(
         0,
@@ -160,11 +160,11 @@ class EngineSettings(Settings):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
     step_deadline_s: float = Field(
-        300.0, gt=0, le=86_400, description="Seconds a step may take; beyond, the device is lost and /health is 503"
+        300.0, gt=0, le=86_400, description="Seconds a step may take; after that the device is lost and /health is 503"
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
-    log_format: Format = Field("text", description="Log lines: text, or json, an object a line")
+    log_format: Format = Field("text", description="Log lines: text, or json, one object per line")
     config: str | None = Field(None, description="YAML file with any of these settings")
 
     @property

@@ -69,7 +69,7 @@ class TokenStream:
         self._queue.put_nowait(error)
 
     def abort(self, request_id: int) -> None:
-        """End one of the requests: the stream gives no more outputs of it."""
+        """End one of the requests: the stream gives none of its further outputs."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._abort(request_id)
@@ -156,7 +156,7 @@ class EngineLoop:
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[TokenStream]:
         """Queue requests. Yields their outputs; leaving the context aborts unfinished requests.
 
-        Raises QueueFull, RequestRefused for a request that can never run (in both cases none of them is queued), and
+        Raises QueueFull, RequestRefused for a request that can never run (in both cases none is queued), and
         StepFailed if the loop has ended.
         """
         if self._dead:
@@ -189,9 +189,9 @@ class EngineLoop:
     async def run(self) -> None:
         """Step until cancelled.
 
-        A failed step ends the requests in it and in the step queued behind it. After `MAX_FAILURES_IN_A_ROW` failed
-        steps it raises RuntimeError from the last step's error, and also if a step has not ended by its deadline,
-        counted from the end of the step before it. A defect of the loop itself ends it, too.
+        A failed step ends the requests in it and in the step queued behind it. A defect of the loop itself ends `run`.
+        Raises RuntimeError after `MAX_FAILURES_IN_A_ROW` failed steps, from the last step's error, and if a step has
+        not ended by its deadline, counted from the end of the step before it.
         """
         try:
             while True:
@@ -259,7 +259,7 @@ class EngineLoop:
         await asyncio.sleep(0)
 
     async def _give_up(self, reason: str) -> None:
-        """Fail the oldest step and the steps that the backend got after it: it may still use their blocks."""
+        """Wait for the steps behind the oldest one, whose blocks the backend may still use, then fail all of them."""
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()

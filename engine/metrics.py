@@ -55,7 +55,7 @@ class EngineMetrics:
             "warmroute_pins_given_up", "Kept prefixes given up before their time, for lack of blocks."
         )
         self.blocks_learnt = gauge(
-            "warmroute_kv_blocks_kept_unasked", "KV blocks that stay while a tool runs or before a regenerated answer."
+            "warmroute_kv_blocks_kept_unasked", "KV blocks kept while a tool runs or ahead of a regenerated answer."
         )
         self.learnt_given_up = counter(
             "warmroute_kept_unasked_given_up", "Prefixes kept unasked and given up before their time."
@@ -69,7 +69,7 @@ class EngineMetrics:
         self.evictions = counter("warmroute_kv_evictions", "Cached KV blocks that had to hold something else.")
         self.evicted_too_soon = counter(
             "warmroute_kv_evicted_too_soon",
-            "Evicted KV blocks asked for again before about four pools of others were evicted.",
+            "Evicted KV blocks asked for again before about four pools' worth of others was evicted.",
         )
         self.prefill_tokens = counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
         self.step_failures = counter("warmroute_step_failures", "Steps that failed in the backend.")

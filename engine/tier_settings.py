@@ -48,7 +48,7 @@ def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
     """Raises TierError."""
     layout = (settings.device_kind, pool.data.dtype, *pool.data.shape[1:])
     if settings.device_kind == "cpu" and settings.exact:
-        # A block computed in another way has other bits, also if only the CPU's instructions differ.
+        # A block computed in another way has other bits, even if only the CPU's instructions differ.
         from engine.backend.arithmetic import cpu_arithmetic  # an emulated pod needs no torch
 
         layout += ("exact", settings.threads, *cpu_arithmetic())
@@ -59,7 +59,7 @@ def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
 
 
 def emulated_stores(settings: EngineSettings, blocks: int) -> tuple[Store, ...]:
-    """Return the tiers of device sim, whose copies take time on the event loop's clock; `blocks`: of the pool.
+    """Return the tiers of device sim, whose copies take time on the event loop's clock; `blocks`: the pool's.
 
     Raises TierError.
     """
@@ -95,7 +95,7 @@ def tiers_over(
 ) -> Tiers:
     """Return the tiers over these stores.
 
-    `wake` makes the event loop look after the copies; the tiers call it on any thread, also when a copy has ended.
+    `wake` makes the event loop look after the copies. The tiers call it, on any thread, when copies end or may begin.
     `plans_ahead`: a step is planned during the step before it.
     """
     return make_tiers(

@@ -38,7 +38,7 @@ def parse_keys(path: Path, content: bytes) -> tuple[str, ...]:
 
 
 def digest_of(key: str) -> bytes:
-    """Return the digest that is kept and compared instead of a key. The comparison's time reveals nothing of it."""
+    """Return the digest that is kept and compared instead of a key. The comparison's time does not reveal the key."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,4 +1,4 @@
-"""The audit log of operators' actions: one JSON line on stderr for each action, also for one that failed."""
+"""The audit log of operators' actions: one JSON line on stderr for each action, failed ones included."""
 
 from __future__ import annotations
 

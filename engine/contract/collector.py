@@ -3,8 +3,8 @@
 The collector stops the process while it walks every container that may be part of a cycle. Three things keep that
 short:
 
-* The objects that exist after the start of a program are frozen: a gateway's imports are 70,000 containers and 40 ms,
-  with torch 220,000 and 110 ms.
+* The objects that exist after the start of a program are frozen: a gateway's imports make 70,000 containers, which take
+  40 ms to walk; with torch it is 220,000 and 110 ms.
   (https://docs.python.org/3/library/gc.html#gc.freeze)
 * The two young generations have room for the requests in flight, so a request's objects seldom reach the oldest one.
   The interpreter collects the oldest generation itself after ten collections of the middle one if it has grown by a
@@ -15,7 +15,7 @@ short:
 
 Freezing helps with objects that exist at the start. Structures that grow later (an index of prefix keys, a cache of
 blocks) must consist of values that the collector does not track: numbers, bytes, tuples and dictionaries of these,
-columns instead of an object a row. `engine/contract/MEASURED.md` has figures.
+columns instead of one object per row. `engine/contract/MEASURED.md` has figures.
 
 Python 3.11 collects when it allocates, 3.12 and 3.13 between two instructions; generations and rules are the same. The
 incremental collector planned for 3.13 was removed before its release. In a Python that has one, the third threshold is

@@ -2,8 +2,8 @@
 
     u8 version (1) | u8 0 | u16 costs | f64 latency_s, f64 token_s of each: host, disk, shared
 
-Little-endian. It has its own field in the stream's entries, which readers that do not know it ignore. A reader takes
-the costs of the tiers that it knows, and ignores those of a later version.
+Little-endian. The bytes have their own field in the stream's entries. A reader that does not know the field ignores it.
+A reader takes the costs of the tiers that it knows, and ignores those of a later version.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FetchCost:
     """Seconds for each token's KV on the slowest part of its way to the pool."""
 
     def seconds(self, tokens: float) -> float:
-        """Return the seconds to fetch so many tokens."""
+        """Return the seconds to fetch that many tokens."""
         return self.latency_s + self.token_s * tokens
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 POD = "x-warmroute-pod"
-"""Response: the pod that served the request. An engine also sends it on `/v1/models`, where a gateway learns its id."""
+"""Response: the pod that served the request. An engine also sends it on `/v1/models`, where a gateway learns the id."""
 
 EPOCH = "x-warmroute-epoch"
 """Response of an engine's `/v1/models`: a decimal u64 that identifies this run of the engine process."""
@@ -12,7 +12,7 @@ POLICY = "x-warmroute-policy"
 """Request (if the gateway allows it): route by this policy. Response: the policy that decided."""
 
 PRIORITY = "x-warmroute-priority"
-"""Request: its priority in an overload, an integer. A higher one is served sooner; the default is 0."""
+"""Request: its priority in an overload, an integer. Higher numbers are served sooner; the default is 0."""
 
 TENANT = "x-warmroute-tenant"
 """Operator's request to `/v1/route/explain`: explain it as a request of the tenant of that name."""
@@ -47,4 +47,4 @@ PODS = "x-warmroute-pods"
 the less often an engine publishes."""
 
 DATA_PARALLEL_RANK = "x-data-parallel-rank"
-"""Request of the gateway to vLLM and SGLang: the data-parallel rank to compute it, a decimal number."""
+"""Request of the gateway to vLLM and SGLang: the data-parallel rank that computes it, a decimal number."""

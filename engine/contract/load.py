@@ -14,7 +14,7 @@ class StepCost:
 
     step_s = base_s + token_s * T + attention_s * sum_i t_i * (p_i + t_i / 2) + context_s * sum(decode context)
              + sequence_s * decoding sequences
-    T: prefill tokens of the step; t_i, p_i: a prefill chunk's tokens and the tokens before it. All zero: unknown yet.
+    T: prefill tokens of the step; t_i, p_i: a prefill chunk's tokens and the tokens before it. All zero: not known yet.
     Form: Mooncake (FAST'25) eq. 1 and Vidur's per-operation regressors, reduced to the terms that matter.
     """
 
@@ -54,7 +54,7 @@ MAX_TOKENS = 10**12
 MAX_BLOCK_SIZE = 1_000_000
 MAX_STEP_S = 60.0
 MAX_TOKEN_S = 1.0
-"""Greater numbers are absurd: no engine has so many requests, tokens or seconds."""
+"""Greater numbers are absurd: no engine has so many requests or tokens, or is so slow."""
 
 _LAYOUT = struct.Struct("<IIQIQIII5d")
 LOAD_REPORT_BYTES = _LAYOUT.size

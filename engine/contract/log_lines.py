@@ -1,4 +1,4 @@
-"""The log of a program on stderr: lines of text for people, or a JSON object a line for log collectors."""
+"""The log of a program on stderr: lines of text for people, or one JSON object per line for log collectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TRACEBACK_CHARS = 16_384
 
 
 class JsonLines(logging.Formatter):
-    """Formats every record as one line: line ends and bytes that are no text are escaped, long texts are cut."""
+    """Formats every record as one line: it escapes line ends and bytes that are not text, and cuts long texts."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its end."""

@@ -30,7 +30,7 @@ _TYPES = {
 def error_body(error: ApiError, status: int | None = None, request_id: str | None = None) -> bytes:
     """Return `{"type": "error", "error": {"type", "message"}}`, with the request's id if there is one.
 
-    `status`: if it differs from the error's own. `details` has the `code` of OpenAI's shape, for programs.
+    `status`: the HTTP status, if it is not the error's own. `details` has the `code` of OpenAI's shape, for programs.
     """
     status = error.status if status is None else status
     kind = _TYPES.get(HTTPStatus(status), "invalid_request_error" if 400 <= status < 500 else "api_error")

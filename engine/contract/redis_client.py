@@ -43,9 +43,9 @@ def is_sentinel_url(url: str) -> bool:
 def _connect_by_sentinels(url: str, waits: dict[str, Any]) -> Redis:
     """Return a client for redis+sentinel://[USER:PASSWORD@]HOST[:26379][,HOST...]/NAME[/DB][?OPTIONS].
 
-    It looks the master NAME up for each new connection. rediss+sentinel: TLS to Sentinels and master. User, password
-    and options are the master's; `sentinel_username` and `sentinel_password` among the options are the Sentinels'.
-    Raises ValueError.
+    It looks the master NAME up for each new connection. rediss+sentinel means TLS to Sentinels and master. User,
+    password and options are the master's; `sentinel_username` and `sentinel_password` among the options are the
+    Sentinels'. Raises ValueError.
     """
     scheme, _, rest = url.partition("+sentinel://")
     place, _, query = rest.partition("?")
@@ -94,7 +94,7 @@ def _address(host: str) -> tuple[str, int]:
 
 
 class Outage:
-    """Decides what to log during an outage of Redis: each error once. One may follow another, as a wrong password."""
+    """Decides what to log during an outage of Redis: each error once. A wrong password may come after another error."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -24,7 +24,7 @@ def resync_key(model: str, pod_id: str) -> str:
 
 
 def shares_key(model: str) -> str:
-    """Hash gateway id -> traffic counters and the time of writing. By it gateways agree on affinity groups."""
+    """Hash gateway id -> traffic counters and the time of writing. Gateways use it to agree on affinity groups."""
     return f"warmroute:{{{model}}}:shares"
 
 
@@ -43,7 +43,7 @@ BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
 
 
 def belief_key(pod_id: str) -> str:
-    """String with the gateways' beliefs about such a pod."""
+    """String with the gateways' beliefs about a pod that publishes nothing."""
     return f"warmroute:{{gateways}}:belief:{pod_id}"
 
 

@@ -42,8 +42,8 @@ class Endpoint(StrEnum):
 
 @dataclass(slots=True)
 class RequestHead:
-    """The data that a router needs before it forwards the bytes untouched. Never changed; not frozen, because that
-    costs a microsecond."""
+    """The data that a router needs before it forwards the bytes untouched. It never changes. It is not frozen,
+    because freezing costs a microsecond."""
 
     model: str | None
     stream: bool

@@ -7,7 +7,7 @@
 | an item with a role | a message; its text parts (`input_text`, `output_text`) are text parts |
 | a `function_call` item | a message of the assistant with one entry in `tool_calls` |
 | a `function_call_output` item | a message with role `tool` |
-| a `reasoning` item | a message of the assistant with its texts as `reasoning` |
+| a `reasoning` item | a message of the assistant with the item's texts as `reasoning` |
 | any other item (`item_reference`, ...) | a message whose role is its type, with the unchanged item |
 | a tool with a `name` | a function with that name |
 

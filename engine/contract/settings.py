@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def _usage(cls, prog: str) -> str:
-        """Return a usage of one line: `--help` lists the flags below it."""
+        """Return a one-line usage: `--help` lists the flags below it."""
         words = [
             name.upper()
             for name, info in cls.model_fields.items()

@@ -16,6 +16,6 @@ EXIT_INTERRUPTED = 130
 def end_on_sigterm(status: int) -> None:
     """Make SIGTERM end the process at once with exit status `status`. Call it first in `main`.
 
-    Nothing needs cleaning up at that time. An exception instead could be swallowed by the import that it interrupts.
+    Nothing needs cleaning up at that time. An exception could be swallowed by the import that it interrupts.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))

@@ -94,7 +94,7 @@ class _Base:
         include_usage: bool,
         prompt_ids: Mapping[int, Sequence[int]] | None,
     ) -> None:
-        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; its fields are vLLM's."""
+        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
         self._head = head
         self._prompt_ids = prompt_ids
         self._begun: set[int] = set()

@@ -22,8 +22,8 @@ class Delta:
     """Tokens whose log-probabilities the client asked for and has not got yet."""
     finish: str | None
     ids: tuple[int, ...] = ()
-    """Ids of all tokens since the last delta, if the client asked for them: also of tokens without text and of the last
-    token."""
+    """Ids of all tokens since the last delta, if the client asked for them. Tokens without text and the last token are
+    included."""
     stop: str | None = None
     """The stop string that ended the sequence."""
 
@@ -58,7 +58,8 @@ class AnswerChoice:
         self._unsent: list[SampledToken] = []
 
     def push(self, output: TokenOutput) -> Delta:
-        """Return the delta of `output`. If only the delta has a finish, a stop string was found: abort the request."""
+        """Return the delta of `output`. If the delta has a finish and `output` has none, a stop string was found: abort
+        the request."""
         self.cached_tokens = output.cached_tokens
         self.kept_tokens, self.unkept_tokens = output.kept_tokens, output.unkept_tokens
         text, stopped = "", False

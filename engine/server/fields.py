@@ -2,7 +2,7 @@
 
 Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
 ignore_eos, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt and continue_final_message are
-vLLM's extensions; answer_so_far is one of this engine.
+vLLM's extensions; answer_so_far is this engine's own.
 """
 
 from __future__ import annotations

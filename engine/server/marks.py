@@ -27,11 +27,11 @@ MAX_MARKS = 4
 LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
 """Seconds that a mark's `ttl` keeps a prefix."""
 RETENTIONS_S = {"24h": 86_400.0}
-"""Seconds of `prompt_cache_retention`. `in_memory` is not here, because it asks for no more than the cache does."""
+"""Seconds of `prompt_cache_retention`. `in_memory` is not here, because the cache does as much without it."""
 
 
 class CacheControl(BaseModel):
-    """A mark: asks to keep the prompt up to here for a while."""
+    """A mark, which asks to keep the prompt up to here for a while."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["ephemeral"]

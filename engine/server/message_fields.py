@@ -80,7 +80,7 @@ class MessagesFields(CountFields, SharedFields):
 
 
 def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]:
-    """Return the marks in the content of a message or of `system`: (blocks up to and with the marked block, mark).
+    """Return the marks in the content of a message or of `system`: (blocks up to and including the marked one, mark).
 
     Raises BadRequest naming the block that is not text.
     """
@@ -94,9 +94,7 @@ def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]
         if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
             raise _bad(at, "must be an object with a 'type'")
         if kind in _TOOL_BLOCKS:
-            raise _bad(
-                f"{at}.type", f"{kind!r} is not supported: this engine does not parse calls of tools", _UNSUPPORTED
-            )
+            raise _bad(f"{at}.type", f"{kind!r} is not supported: this engine does not parse tool calls", _UNSUPPORTED)
         if kind != "text":
             raise _bad(f"{at}.type", f"{kind[:40]!r} is not supported: this engine reads text only", _UNSUPPORTED)
         mark = parse_at(TextBlock, block, at).cache_control

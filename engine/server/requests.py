@@ -65,7 +65,7 @@ class Prompt:
     fills_context: bool = False
     """Whether `max_tokens` was lowered to the room in the context."""
     tools: ToolUse | None = None
-    """The use of tools in the request; None: the request names no tools."""
+    """The use of tools in the request; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def check_length(model: ModelText, text: str, param: str) -> None:
-    """Raises BadRequest if a text has too many bytes for the context: tokenizing it would take a second a megabyte."""
+    """Raises BadRequest if a text has too many bytes for the context: tokenizing takes a second per megabyte."""
     size, most = len(text.encode()), model.tokenizer.most_bytes(model.max_model_len)
     if size > most:
         raise BadRequest(
@@ -202,7 +202,7 @@ def check_length(model: ModelText, text: str, param: str) -> None:
 
 
 def encode_text(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
-    """Return the text's tokens. Raises BadRequest for too many, and for a token that the model does not have."""
+    """Return the text's tokens. Raises BadRequest for too long a text, and for a token that the model does not have."""
     check_length(model, text, param)
     encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     check_ids(encoded.ids, model.vocab_size, param)

@@ -1,6 +1,6 @@
 """Turns the body of `/v1/responses` into a sequence for the scheduler. Pure work for a thread: nothing here waits.
 
-It is a subset: text in, text out, and no stored answers. Each other field is refused by name.
+The engine takes a subset: text in, text out, and no stored answers. Each other field is refused by name.
 Field meanings: https://platform.openai.com/docs/api-reference/responses/create; top_k, min_p, repetition_penalty, seed,
 logit_bias, stop_token_ids, ignore_eos, cache_salt, answer_so_far and chat_template_kwargs are those of the other
 endpoints (`fields.py`).

@@ -40,7 +40,7 @@ class TextWorkers:
         self._pending += 1
         loop = asyncio.get_running_loop()
         job = self._pool.submit(call, *args, **kwargs)
-        # Counted until a thread is done with it, even if the client has left. A call not begun is dropped then.
+        # The call counts until a thread is done with it, even if the client leaves. If it has not begun, it is dropped.
         job.add_done_callback(lambda _: self._count_done(loop))
         return await asyncio.wrap_future(job)
 
@@ -74,7 +74,7 @@ class EngineService:
     """Called when a gateway reports the number of engines that it follows."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     surveying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread surveys the cache: one at a time, because the thread shares the interpreter with all else."""
+    """Held while a thread surveys the cache. One does at a time, because it shares the interpreter with all else."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, AnswerChoice]]:

@@ -16,7 +16,7 @@ def answered_tokens(tokenizer: Tokenizer, text: str, stops: Sequence[str]) -> li
     """Return the tokenizer's tokens for `text` within an answer. Raises BadRequest.
 
     A trained model usually writes these tokens, because it was trained on them. If the other engine wrote the same text
-    in other tokens, the continuation may differ from its own.
+    in other tokens, the continuation may differ from that engine's.
     """
     for stop in stops:
         if any(text.endswith(stop[:length]) for length in range(1, len(stop) + 1)):

@@ -48,7 +48,7 @@ class Allowance:
 
     @property
     def piece_blocks(self) -> int:
-        """Least number of blocks that are copied at a time, if there are so many."""
+        """Least number of blocks that are copied at a time, if there are that many."""
         return PIECE_BLOCKS if self.is_bounded else 1
 
     @contextmanager

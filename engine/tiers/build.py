@@ -99,7 +99,7 @@ class Store:
 
 
 def host_store(kv: KvPool, host_bytes: int) -> Store:
-    """Build the host tier of `host_bytes` bytes below the pool. Blocks to measure the copies. Raises TierError."""
+    """Build the host tier of `host_bytes` bytes below the pool. Blocks while it measures copies. Raises TierError."""
     # Imported here: an emulated pod needs no torch.
     from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostMemoryError, HostPool, measure_rates
 

@@ -122,7 +122,7 @@ class DiskCopies:
     def _read(self, block: int, kv: memoryview) -> None:
         label = self._labels[block]
         if label is None:
-            raise OSError("nothing is known of the block")
+            raise OSError("nothing is known about the block")
         self._file.read(self._slots[block], label.digest, kv)
 
 
@@ -141,7 +141,7 @@ class OpenDisk:
         os.close(self.descriptor)
 
     def read_cost(self) -> StepCost:
-        """Return what computing cost the last engine of this folder; all zero if it left nothing valid."""
+        """Return the cost of computing that this folder's last engine stored; all zero if it left nothing valid."""
         try:
             fields = json.loads((self.folder / _COST_FILE).read_bytes())
             cost = StepCost(**{name: float(fields[name]) for name in StepCost.__slots__})

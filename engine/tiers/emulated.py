@@ -34,7 +34,7 @@ class EmulatedCopies:
         self._on_end: Callable[[], None] | None = None
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this when a job has ended; None: call nothing."""
+        """Call `on_end` whenever a job has ended; None: call nothing."""
         self._on_end = on_end
 
     def start(self, job: Sequence[BlockRun]) -> RunningJob:

@@ -13,7 +13,7 @@ from engine.tiers.tiers import Tiers
 
 
 class TierCollector(Collector):
-    """Collects the tiers' metrics, for the engine's `CollectorRegistry`. Like all its series they have `model_name`."""
+    """Collects the tiers' metrics, for the engine's `CollectorRegistry`. All series have the label `model_name`."""
 
     def __init__(self, tiers: Tiers, model_name: str) -> None:
         self._tiers = tiers
@@ -33,7 +33,7 @@ class TierCollector(Collector):
             )
             ends = {end.value: stats.lookups[end] for end in LookupEnd}
             yield self._by_name(
-                "warmroute_tier_lookups", "Looks of requests into the shared tier, by how they ended.", "outcome", ends
+                "warmroute_tier_lookups", "Look-ups in the shared tier, by how they ended.", "outcome", ends
             )
         rates = {tier: self._tiers.bytes_per_s(tier) or 0.0 for tier in tiers}
         yield self._gauge("capacity_bytes", "Bytes of KV that the tier has room for.", room)
@@ -49,7 +49,7 @@ class TierCollector(Collector):
         yield self._counter("promotions", "Blocks copied up from the tier.", tiers, stats.promoted)
         yield self._counter("skipped", "Blocks not copied down: the tier or its queue was full.", tiers, stats.skipped)
         yield self._counter(
-            "worthless", "Blocks not copied down: computing them again is sooner.", tiers, stats.worthless
+            "worthless", "Blocks not copied down: computing them again is faster.", tiers, stats.worthless
         )
         yield self._counter("errors", "Copies that failed.", tiers, stats.errors)
         yield self._counter(
@@ -57,13 +57,13 @@ class TierCollector(Collector):
         )
         yield self._by_name(
             "warmroute_tier_decisions",
-            "Requests that found something below the pool, by what was expected to be sooner: to fetch all of it, a "
-            "part, or to compute.",
+            "Requests that found something below the pool, by what was expected to be faster: to fetch all of it, to "
+            "fetch a part, or to compute.",
             "decision",
             {decision.value: stats.decisions[decision] for decision in Decision},
         )
         outcomes = {outcome.value: stats.outcomes[outcome] for outcome in Outcome}
-        yield self._by_name("warmroute_tier_fetches", "Fetches that have ended, by how.", "outcome", outcomes)
+        yield self._by_name("warmroute_tier_fetches", "Fetches, by how they ended.", "outcome", outcomes)
 
     def _gauge(self, name: str, text: str, values: Mapping[Place, float]) -> Metric:
         family = GaugeMetricFamily(f"warmroute_tier_{name}", text, labels=("model_name", "tier"))

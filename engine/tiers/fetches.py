@@ -13,7 +13,7 @@ from engine.contract.fetch_costs import is_worth_it
 from engine.tiers.link import Link, leading
 
 PIECES = 32
-"""A fetch arrives in about so many pieces. Nothing is gained before the first piece is there, so pieces are small."""
+"""A fetch arrives in about this many pieces. Nothing is gained before the first piece is there, so pieces are small."""
 LEAST_PIECE_S = 0.0001
 """Least seconds that a piece takes, because each piece costs the planning thread some 20 us at any size. Less than
 `LATE_S`, within which a piece has to arrive."""
@@ -52,10 +52,10 @@ class Fetch:
     """
 
     prefill: Prefill
-    """The request's prefill; `cached_tokens` as of the begin of the fetch."""
+    """The request's prefill; `cached_tokens` as of the beginning of the fetch."""
     started_s: float
     lag_s: float
-    """Seconds, as of the begin, until the copies asked for earlier have ended. Nothing lands sooner."""
+    """Seconds from the beginning until the copies asked for earlier have ended. Nothing lands sooner."""
     links: Sequence[Link]
     """The links that take part, from the pool downwards."""
     sequences: list[CachedSequence]
@@ -140,7 +140,7 @@ class Fetch:
         return self.started_s + max(self.prefill.queue_s, self.lag_s) + all_s - rest_s + slack_s
 
     def _to_come_s(self) -> float:
-        """Return the seconds until the last of its copies has ended, by the present rates."""
+        """Return the seconds until the last copy of the fetch has ended, by the present rates."""
         seconds = [0.0]
         for depth, link in enumerate(self.links):
             own = {copy_id for at, copy_id in self._copies if at == depth}

@@ -17,7 +17,7 @@ def model_fingerprint(folder: Path, layout: Sequence[object]) -> bytes:
     """Return 32 bytes made of the checkpoint's config and weights, of `layout` (type, shape and device of a block), and
     of the version.
 
-    Reads all weights once: takes seconds for an 8B model whose files are in memory. Raises OSError.
+    Reads all weights once, which takes seconds for an 8B model whose files are in memory. Raises OSError.
     """
     whole = sha256(f"{KV_VERSION}|{'|'.join(map(str, layout))}".encode())
     buffer = bytearray(_CHUNK_BYTES)

@@ -1,9 +1,9 @@
-"""Keeps a shared folder within its bytes: one engine at a time looks at all files and removes the least recently used.
+"""Keeps a shared folder within its bytes: one engine at a time lists all files and removes those used least recently.
 
-A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it was
-not renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines sweep
-at once after all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds it
-gone, which is a miss, or has it open, which is a hit.
+A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it has
+not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines
+sweep at once after all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds
+it gone, which is a miss, or has it open, which is a hit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RENEW_FILES = 1000
 TEMPORARY_S = 600.0
 """A file that is being written for longer than this has no writer any more."""
 FULL, FILL = 0.95, 0.9
-"""Shares of the bytes that the folder may hold: room is made above `FULL`, down to `FILL`, so not again at once."""
+"""Shares of the bytes that the folder may hold: room is made above `FULL`, down to `FILL`, so that it lasts a while."""
 _LOCK = "janitor.lock"
 _GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
 _GONE = re.compile(r"gone-.*")

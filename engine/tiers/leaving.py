@@ -14,7 +14,7 @@ from engine.tiers.link import Link, leading
 class Leaving:
     """Copies the blocks of a sequence that are worth it, in pieces as large as is allowed at the time.
 
-    It holds the sequence in `upper`, and in the tier below `part`, which is the same sequence as far as it was copied.
+    It holds the sequence in `upper`, and `part` in the tier below: the same sequence, as far as it was copied.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Leaving:
         link.unasked += self.unasked
 
     def begin(self, cost: StepCost) -> None:
-        """Find out what the tier below has, which counts as a use, and what to copy; `cost`: of computing it again."""
+        """Find out what the tier below has, which counts as a use, and what to copy; `cost`: of computing a block."""
         link, blocks = self.link, len(self.sequence.nodes)
         self.link.unasked -= self.unasked
         part = self.part = self.sequence.fork()

@@ -48,7 +48,7 @@ class Link:
         self.spoilt: set[int] = set()
         """Blocks of `lower` that cannot be read, though they are indexed: written again when a request brings them."""
         self.paused_until_s = -math.inf
-        """Nothing goes down before this time: the last copy failed, and the cause (a full disk) mostly persists."""
+        """Nothing goes down before this time: the last copy failed, and the cause (a full disk) usually persists."""
         self.unasked = 0
         """Number of blocks on their way down whose copy has not begun."""
         self._then: dict[int, Callable[[FinishedCopy], None]] = {}
@@ -102,7 +102,7 @@ class Link:
         return self.lower.has(sequence.digests[block])
 
     def has_room(self, now_s: float) -> bool:
-        """Whether a sequence may go down now. It goes as a whole, because all of it is held meanwhile."""
+        """Whether a sequence may go down now. The whole sequence goes, because all its blocks are held meanwhile."""
         if now_s < self.paused_until_s:
             return False
         most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))
@@ -157,7 +157,7 @@ class Link:
         return [BlockPair(a, b) for a, b in zip(upper.nodes[start:stop], lower.blocks[start:stop], strict=True)]
 
     def describe_all(self, lower: CachedSequence, start: int, stop: int) -> bool:
-        """Like `describe`; return False, with nothing described, if a label does not fit (of a thousand tokens)."""
+        """Like `describe`; return False, with nothing described, if a label does not fit (1,000 tokens a block)."""
         if self._describe is None:
             return True
         found = list(islice(labels(lower, start), stop - start))

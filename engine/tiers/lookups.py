@@ -31,7 +31,7 @@ class Lookups(Protocol):
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:
         """Look up how many of these blocks of one chain, from the first on, are there; `parent`: of the first. Return
-        None if this cannot be asked now."""
+        None if no look-up can begin now."""
         ...
 
 
@@ -55,7 +55,7 @@ class ThreadedLookups:
             threading.Thread(target=self._work, name=f"shared-tier-lookup-{number}", daemon=True).start()
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this on a thread of the lookups when one is answered; None: call nothing."""
+        """Call `on_end` on a thread of the lookups whenever one is answered; None: call nothing."""
         self._on_end = on_end
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:

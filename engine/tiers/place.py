@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Place(IntEnum):
-    """Fastest first; the numbers are those of `engine.contract.events.Tier`, as far as that goes."""
+    """Fastest first; the numbers are those of `engine.contract.events.Tier`, which has no SHARED."""
 
     HOST = 1
     DISK = 2

@@ -29,7 +29,7 @@ class _Open:
 
 
 class Search:
-    """Keeps the index of the shared tier's link: what was found there can be fetched from then on."""
+    """Adds to the index of the shared tier's link what look-ups find, so that it can be fetched from then on."""
 
     def __init__(self, link: Link, lookups: Lookups, clock: Callable[[], float], stats: TierStats) -> None:
         self._link, self._lookups, self._clock, self._stats = link, lookups, clock, stats
@@ -54,7 +54,7 @@ class Search:
 
     def waits(self, request_id: int, sequence: CachedSequence, prefill: Prefill) -> bool:
         """Whether the request, which could start now, should wait for the answer. Once the answer is there, the index
-        has what was found. A step of others in between would count as waiting, so it is hardly ever worth it.
+        has what was found. A step of others in between would count as waiting, so waiting is hardly ever worth it then.
         """
         if request_id in self._since_s:
             self._since_s[request_id] = min(self._since_s[request_id], self._clock())
@@ -81,9 +81,9 @@ class Search:
         return min(self._since_s.get(request_id, math.inf), self._clock())
 
     def late_at_s(self) -> list[float]:
-        """Return when each waiting request stops waiting, for those that have not yet.
+        """Return the times at which requests stop waiting, without those that have passed.
 
-        A request is not asked again while one before it does not fit: the loop must not look for it all the time.
+        `waits` is not called for a request while one before it does not fit, and a past time would keep the loop busy.
         """
         now_s = self._clock()
         return [asked.until_s for asked in self._open.values() if asked.until_s > now_s]

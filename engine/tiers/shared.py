@@ -29,7 +29,7 @@ KNOWN_BLOCKS = 2**18
 SWEEP_S = 60.0
 """Mean seconds between an engine's checks whether room has to be made."""
 SWEEP_SHARE = 1 / 64
-"""Share of the folder's bytes: an engine that has written so much checks at once."""
+"""Share of the folder's bytes: an engine that has written this much checks at once."""
 
 
 class UpperBlocks(Protocol):
@@ -80,7 +80,7 @@ class SharedCopies:
         self.block_bytes, self.pool_blocks, self.host_slots = folder.block_bytes, upper.blocks, slots
         self.written_bytes = 0
         self.sweep_from_bytes: float = math.inf
-        """Once so much is written, `on_written` is called, which makes room."""
+        """Once this much is written, `on_written` is called, which makes room."""
         self.on_written: Callable[[], None] = _nothing
         self.room_bytes: float = folder.file_bytes
         """Bytes that may be written before the next sweep, so that the folder stays within its limit."""
@@ -133,7 +133,7 @@ class SharedCopies:
     def _of(self, block: int) -> _Described:
         described = self._described.get(block)
         if described is None:
-            raise OSError("nothing is known of the block")
+            raise OSError("nothing is known about the block")
         return described
 
 
@@ -202,7 +202,7 @@ class OpenShared:
         try:
             self.folder.forget_all()
         except OSError as error:
-            # The blocks are as right as before, but the operator who wanted them gone has to know.
+            # The blocks are as valid as before, but the operator who wanted them gone has to know.
             log.error("shared tier: %s cannot be reset: %s", self.folder.path, error)
         self.clears -= 1
 

@@ -51,14 +51,14 @@ class Event(StrEnum):
     GONE = "gone"
     """A file that was to be loaded and was not there any more."""
     DAMAGED = "damaged"
-    """A file that was torn, had flipped bits, or was of another engine: removed."""
+    """A file that was torn, had flipped bits, or was another engine's, and was removed."""
     FAILED = "failed"
     """The file system raised an error."""
     FULL = "full"
     """A file that was not stored for lack of room."""
     EVICTED = "evicted"
     ABANDONED = "abandoned"
-    """A file that a writer had begun but never finished: removed."""
+    """A file that a writer had begun but never finished, and that was removed."""
 
 
 class SharedFolder:
@@ -140,7 +140,7 @@ class SharedFolder:
             return 0
         low, high = 1, len(digests)
         while low < high:  # the first `low` are there
-            middle = high if low == 1 else (low + high + 1) // 2  # mostly all of them are there, or only a few
+            middle = high if low == 1 else (low + high + 1) // 2  # usually all of them are there, or only a few
             if is_there(middle - 1):
                 low = middle
             else:

@@ -16,7 +16,7 @@ class Decision(StrEnum):
     FETCH = "fetch"
     """Fetch all that is there."""
     PART = "part"
-    """Fetch some of it; computing the rest is sooner."""
+    """Fetch some of it; computing the rest is faster."""
     COMPUTE = "compute"
     """Fetch nothing."""
 
@@ -53,7 +53,7 @@ class TierStats:
     skipped: Counter[Place] = field(default_factory=Counter)
     """Blocks not copied down: the queue was full, or the tier was full of blocks in use."""
     worthless: Counter[Place] = field(default_factory=Counter)
-    """Blocks not copied down because computing them again is sooner than copying them twice."""
+    """Blocks not copied down because computing them again is faster than copying them twice."""
     promoted: Counter[Place] = field(default_factory=Counter)
     """Blocks copied up."""
     query_tokens: Counter[Place] = field(default_factory=Counter)

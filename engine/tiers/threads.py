@@ -17,8 +17,8 @@ CLOSE_S = 1.0
 class ThreadedCopies:
     """A `CopyEngine` over a mover, with a thread for each direction that does one job after the other.
 
-    `BlockCopier` bounds the jobs that wait. A thread that hangs in a copy does not stop the process from ending. What
-    these threads do besides moving bytes, they do with the interpreter's lock, for which a step may wait. So they are
+    `BlockCopier` bounds the jobs that wait. A thread that hangs in a copy does not stop the process from ending. All
+    that these threads do, except moving bytes, needs the interpreter's lock, for which a step may wait. So they are
     woken, and report, once for a job of many runs.
     """
 
@@ -37,7 +37,7 @@ class ThreadedCopies:
             self._threads[-1].start()
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call this on a thread of the copies when a job has ended; None: call nothing."""
+        """Call `on_end` on a thread of the copies whenever a job has ended; None: call nothing."""
         self._on_end = on_end
 
     def start(self, job: Sequence[BlockRun]) -> RunningJob:

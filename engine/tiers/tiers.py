@@ -68,10 +68,10 @@ class Tiers:
         later: Callable[[], object] | None = None,
     ) -> None:
         """`links`: from the pool downwards; `step_tokens`: most tokens that one step computes; `poll_s`: seconds
-        between polls of copies that do not report their end; `shared`: of the last link, if other engines write there,
-        too; `step_share`: share of each step of others that copies downwards may take; `computed`: returns the CPU
-        seconds of the calling thread, None: `clock` is used; `later`: arranges that `go_on` is called once the step
-        that is being planned has begun, None: copies begin while it is planned.
+        between polls of copies that do not report their end; `shared`: the rest of the last link's tier, if other
+        engines write there, too; `step_share`: share of each step of others that copies downwards may take;
+        `computed`: returns the CPU seconds of the calling thread, None: `clock` is used; `later`: arranges that `go_on`
+        is called once the step that is being planned has begun, None: copies begin while it is planned.
         """
         self._allowance = Allowance(step_share, computed or clock)
         self._poll_s = poll_s
@@ -87,7 +87,7 @@ class Tiers:
         self._fetches: dict[int, Fetch] = {}
         """Waiting request -> its fetch."""
         self._wanted: dict[int, Wanted] = {}
-        """Waiting request -> what is fetched as soon as the step that is being planned has begun, first come first."""
+        """Waiting request -> what is fetched once the step that is being planned has begun, in order of arrival."""
         self._wanted_blocks = [0] * len(links)
         """By link: blocks that `_wanted` will ask it for."""
         self._fetched: dict[bytes, Fetch | Wanted] = {}
@@ -95,9 +95,9 @@ class Tiers:
         self._left: list[Fetch] = []
         """Fetches that no request waits for, with copies that have not ended."""
         self._leaving: list[Leaving] = []
-        """Those for which something is to be done, oldest first."""
+        """Sequences on their way down for which something is to be done, oldest first."""
         self._copying: dict[Leaving, None] = {}
-        """Those that wait until a copy has ended. They may be hundreds, so no step walks them."""
+        """Sequences on their way down that wait for a copy to end. There may be hundreds, so no step walks them."""
         self._decided: set[int] = set()
         """Requests for which it was decided whether to fetch; they are not decided again."""
         self._asked: set[int] = set()
@@ -107,8 +107,8 @@ class Tiers:
         self._search = None if shared is None else Search(links[-1], shared.lookups, clock, self.stats)
 
     def learn_cost(self, cost: StepCost, least_s: float = 0.0) -> None:
-        """See `LowerTiers.learn_cost`. The cost that an earlier engine has left holds until this one has learnt its
-        own."""
+        """See `LowerTiers.learn_cost`. Until this engine has learnt a cost, the one that an earlier engine left is
+        used."""
         if cost.token_s:
             self._cost, self._least_s = cost, least_s
 
@@ -144,8 +144,8 @@ class Tiers:
         return self._later is not None and self._allowance.is_bounded
 
     def go_on(self) -> None:
-        """Begin what may begin, and process copies that have ended. Call this while a step runs, or nothing does. What
-        goes down is bounded by the allowance; the rest goes with the next step."""
+        """Begin what may begin, and process copies that have ended. Call this while a step runs, or while nothing
+        runs. What goes down is bounded by the allowance; the rest goes with the next step."""
         self._take_in_all()
         self._go_down()
 
@@ -312,7 +312,7 @@ class Tiers:
         wanted = Wanted(sequence, hits, hits + choice.fetched_blocks, reserve_blocks, prefill, since_s, held)
         if self._later is None or not prefill.next_s:
             return self._fetch(request_id, wanted)
-        self._wanted[request_id] = wanted  # `begin_step` comes, as others are computed
+        self._wanted[request_id] = wanted  # `begin_step` follows, because others are computed
         self._note_digests(wanted)
         for depth, blocks in enumerate(wanted.blocks_by_link):
             self._wanted_blocks[depth] += blocks
@@ -324,7 +324,7 @@ class Tiers:
             self._fetch(request_id, self._take_wanted(request_id))
 
     def _take_wanted(self, request_id: int) -> Wanted:
-        """Return what was decided for the request, which is not wanted any more."""
+        """Remove and return what was decided for the request."""
         wanted = self._wanted.pop(request_id)
         self._forget_digests(wanted)
         for depth, blocks in enumerate(wanted.blocks_by_link):
@@ -343,7 +343,7 @@ class Tiers:
         return True
 
     def _ask(self, search: Search, request_id: int, sequence: CachedSequence, prefill: Prefill, hits: int) -> None:
-        """Look up the request in the shared tier, once, if fetching all of it from there would be sooner than going by
+        """Look up the request in the shared tier, once, if it would start sooner with all of its prompt there than with
         what is known to be there."""
         if search.has_begun(request_id):
             return
@@ -469,7 +469,7 @@ class Tiers:
             leaving.link.lower.release(leaving.part)
 
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy what is worth it of a held sequence one tier down. Then it is released, and goes on from there."""
+        """Copy the worthwhile blocks of a held sequence one tier down. Then release it; its copy goes on from there."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)
@@ -479,7 +479,7 @@ class Tiers:
             self._leaving.append(Leaving(depth, link, upper, sequence, has_room=has_room, landed=self._landed))
 
     def _landed(self, leaving: Leaving) -> None:
-        """Look at these blocks with the next `_go_down`, because a copy of theirs has ended."""
+        """Look at these blocks with the next `_go_down`, because one of their copies has ended."""
         if leaving in self._copying:
             del self._copying[leaving]
             self._leaving.append(leaving)

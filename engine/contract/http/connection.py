@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
         except HttpParserError as error:
             self._lose(f"not HTTP: {error}")
         except HttpParserUpgrade:
-            self._lose("not HTTP: it speaks another protocol from here on")
+            self._lose("not HTTP: the server changes to another protocol")
         if self._bodies:
             self._pass_body()
         if self._overhead_bytes > MAX_OVERHEAD_BYTES and self._sink is not None:

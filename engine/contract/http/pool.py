@@ -23,7 +23,7 @@ and SGLang use."""
 LEAST_KEPT_S = 1.0
 """A connection that ends sooner was ended for another reason."""
 MARGIN_S = 0.5
-"""A connection is not used within this time before the server may close it: a request that is sent while the server
+"""A connection is no longer used this long before the server may close it: a request that is sent while the server
 closes is lost."""
 FRESH_S = 30.0
 """Time that an unused connection is kept: servers wait longer for a first request than for a second."""
@@ -49,7 +49,7 @@ class Pool:
     """The pool. It reuses the idle connection that was used last, so that few stay warm and the others expire.
 
     It has no limit: the caller bounds the requests. It learns how long the server keeps a connection from the ends of
-    idle ones. For that it keeps the oldest of the connections that are too old for use.
+    idle ones. To see such an end, it keeps the oldest of the connections that are too old for use.
     """
 
     def __init__(self, address: Address, clock: Callable[[], float], *, receive_bytes: int | None = None) -> None:
@@ -81,7 +81,7 @@ class Pool:
         return [connection.sink for connection in self._open if connection.sink is not None]
 
     def take(self) -> Connection | None:
-        """Take an idle connection out of the pool; None if there is none: open one."""
+        """Take an idle connection out of the pool; None if there is none, so that the caller must open one."""
         in_use = self.size - self._opening_ahead - len(self._idle) - len(self._fresh) + 1
         if in_use > self._peak:
             self._peak = in_use

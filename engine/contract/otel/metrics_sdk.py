@@ -97,7 +97,7 @@ def _by_labels(samples: Iterable[Sample]) -> Mapping[tuple[tuple[str, str], ...]
 def _histogram(
     labels: tuple[tuple[str, str], ...], samples: Iterable[Sample], began_ns: int, at_ns: int
 ) -> HistogramDataPoint:
-    """Prometheus' buckets count all values up to their bound. Here each counts only those above the bound before."""
+    """Prometheus' buckets count all values up to their bound. Here each counts only those above the previous bound."""
     buckets = sorted((float(one.labels["le"]), round(one.value)) for one in samples if one.name.endswith("_bucket"))
     total = sum(one.value for one in samples if one.name.endswith("_sum"))
     upto = [count for _, count in buckets]

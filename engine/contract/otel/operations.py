@@ -12,7 +12,7 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
 }
 OTHER = "request"
-"""Operation of endpoints without a name in the conventions. A path is not used, because there may be any number."""
+"""Operation of endpoints without a name in the conventions. Paths are not used, because they may be any number."""
 
 
 def operation_of(path: str) -> str:

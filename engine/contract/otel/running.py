@@ -107,7 +107,7 @@ async def finished(call: Callable[[], object], within_s: float | None) -> bool:
         try:
             call()
         except Exception:
-            log.exception("telemetry: it could not be sent")
+            log.exception("telemetry could not be sent")
         with contextlib.suppress(RuntimeError):  # the loop has closed, so nobody waits
             loop.call_soon_threadsafe(done.set)
 

@@ -56,7 +56,7 @@ class Trace:
         return f"{self.trace_id:032x}"
 
     def child_id(self) -> int:
-        """Return the id of a new span below the request's own span. If it is not sampled, all spans share one id."""
+        """Return the id of a new span below the request's own span. Without sampling all spans share one id."""
         return new_span_id() if self.flags & w3c.SAMPLED else self.span_id
 
     def fields(self, span_id: int) -> bytes:
@@ -68,8 +68,8 @@ class Trace:
 class Span:
     """A finished piece of work. Times are nanoseconds since 1970.
 
-    `error`: why it failed, as one of a few fixed names; empty if it did not. Of a client's text a span contains only
-    the request's id and the name of a served model. It contains no text of an engine.
+    `error`: why it failed, as one of a few fixed names; empty if it did not. The only text of a client in a span is
+    the request's id and the name of a served model. A span contains no text of an engine.
     """
 
     name: str
