@@ -1,4 +1,4 @@
-"""What the gateway accepts, refuses and tells: bounds, models, policies by header, explain, readiness, admin."""
+"""What the gateway accepts, refuses and reports: bounds, models, policies by header, explain, readiness, admin."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monk
         assert "emptied nothing" in answer.json["pods"]["busy"]
         assert 2 <= busy.resets <= 4
         assert idle.resets == 1
-        assert gateway.app[INDEX].statistics().speculative == believed / 2 > 0, "busy is as warm as before"
+        assert gateway.app[INDEX].statistics().speculative == believed / 2 > 0, "the busy pod is as warm as before"
         busy.reset_body = b'{"success": true}'
         assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
         assert not gateway.app[INDEX].statistics().speculative
