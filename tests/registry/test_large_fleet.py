@@ -44,7 +44,7 @@ async def test_engines_of_a_large_fleet_come_to_the_same_index(redis_server: Red
 async def test_an_engine_of_a_large_fleet_keeps_its_lease_and_hears_wishes(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher.follow_pace(LARGE)
-    assert engine.publisher._periods.heartbeat_s <= LEASE_S / 2, "gateways drop whom they do not hear for a lease"
+    assert engine.publisher._periods.heartbeat_s <= LEASE_S / 2, "gateways drop an engine that is silent for a lease"
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as gateway:
             engine.change(dict.fromkeys(range(10), Tier.GPU))

@@ -40,7 +40,7 @@ class FullCache(ScriptedEngine):
         super().__init__(None, self._complete)
         self._cache: OrderedDict[object, None] = OrderedDict()
         self.stays = True
-        """Whether it outlives the gateway that it was started for."""
+        """Whether the engine outlives the gateway that it was started for."""
 
     async def stop(self) -> None:
         if not self.stays:
