@@ -1,4 +1,4 @@
-"""Gateways share what they know of engines that publish nothing, over a real Redis."""
+"""Gateways share what they know about engines that publish nothing, over a real Redis."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServe
     publisher.follow_pace(1000)
     await asyncio.sleep(FLEET_REMEMBERED_S / 2 + 1)
     publisher.follow_pace(10)
-    assert publisher._periods == periods(1000), "it was heard of again half a minute ago"
+    assert publisher._periods == periods(1000), "the large fleet was heard of again half a minute ago"
     await asyncio.sleep(FLEET_REMEMBERED_S / 2)
     publisher.follow_pace(10)
     assert publisher._periods == Periods()
@@ -96,7 +96,7 @@ async def test_a_gateway_replays_a_long_stream_in_pages(
             assert gateway.reader.status().resyncs == 0
 
 
-async def test_life_is_told_of_what_is_new_and_not_of_what_is_replayed(redis_server: RedisServer) -> None:
+async def test_new_entries_are_signs_of_life_and_replayed_entries_are_not(redis_server: RedisServer) -> None:
     lives: list[tuple[PodId, int]] = []
     gateway = Gateway(redis_server)
     gateway.reader._on_life = lambda pod, epoch: lives.append((pod, epoch))

@@ -273,7 +273,7 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
 
 
 async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While blocks are in use vLLM answers 200, and tells in the body that it emptied nothing."""
+    """While blocks are in use, vLLM answers 200 and says in the body that it emptied nothing."""
     monkeypatch.setattr(resets, "REPEATED_S", 0.25)
     busy, idle = ScriptedEngine("busy", GOOD), ScriptedEngine("idle", GOOD)
     busy.reset_body, idle.reset_body = b'{"success": false}', b'{"success": true}'

@@ -215,7 +215,7 @@ async def test_a_running_gateway_takes_a_new_certificate(
     _, other_cert, other_key = pem("two.test")
     certificate = Certificate(client_context(), cert, key)
     following = asyncio.create_task(certificate.follow())
-    shutil.copyfile(other_cert, cert)  # it does not fit its key for a while
+    shutil.copyfile(other_cert, cert)  # the certificate does not fit its key for a while
     await asyncio.sleep(0.2)
     before = certificate._contents
     shutil.copyfile(other_key, key)

@@ -154,7 +154,7 @@ async def test_a_stream_of_a_pod_that_fails_in_its_own_words_goes_on_elsewhere(h
     assert text_of(answer).endswith(" w0 w1 w2")
     assert b"EngineCore" not in answer.body
     asked = next(body for body in (orjson.loads(r.body) for r in good.received) if " w0" in body["prompt"])
-    assert asked["prompt"].startswith("x" * 600 + " w0"), "it goes on from there"
+    assert asked["prompt"].startswith("x" * 600 + " w0"), "the stream goes on from there"
 
 
 @pytest.mark.parametrize("how", ["dead", "aborting"])

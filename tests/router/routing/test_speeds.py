@@ -1,4 +1,4 @@
-"""What answers teach about the speed of pods that do not tell it: equal pods stay equal, unlike pods do not."""
+"""What answers teach about the speed of pods that do not report it: equal pods stay equal, unlike pods do not."""
 
 from __future__ import annotations
 
