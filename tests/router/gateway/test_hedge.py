@@ -226,7 +226,7 @@ async def test_when_both_fail_it_goes_on_as_after_any_failure(last: int, retries
             assert holders(gateway) == {reply.pod}
 
 
-async def test_two_that_break_over_a_request_are_enough_as_without_a_hedge() -> None:
+async def test_two_broken_attempts_end_a_request_as_without_a_hedge() -> None:
     scene = Scene(pods=3)
     both_break = after(lambda: scene.are_asked(2), drops)
     scene.scripts = both_break, both_break, streams(told("third"))

@@ -241,7 +241,7 @@ async def test_a_tenant_sees_nothing_of_anothers(tmp_path: Path, no_blocking_cal
 
 
 @pytest.mark.realtime
-async def test_the_pod_that_has_it_is_asked_and_another_one_when_it_dies_whatever_gateway(
+async def test_any_gateway_asks_the_pod_that_has_the_cache_and_another_one_when_that_dies(
     redis_server: RedisServer, no_blocking_calls: BlockBuster
 ) -> None:
     no_blocking_calls.deactivate()
