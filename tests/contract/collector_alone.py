@@ -90,9 +90,9 @@ def test_cycles_are_found_in_a_process_that_is_never_idle(links: int, window: in
                 most = max(most, Request.alive)
         return most
 
-    with patch.object(collector, "YOUNG", 200):  # so that many collections happen in these requests
+    with patch.object(collector, "YOUNG", 200):  # many collections have to happen in these requests
         most = asyncio.run(main())
-    # The oldest generation is collected after this many of the middle one, if it has grown by a quarter.
+    # The oldest generation is collected after this many new objects, if it has grown by a quarter.
     objects = 200 * (5 + 2) * (10 + 2)
     assert most <= 1.5 * window + objects / links
 

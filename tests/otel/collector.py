@@ -1,7 +1,7 @@
 """A collector for tests: a process of its own that takes OTLP over HTTP and gRPC and says what it got.
 
 `python -m tests.otel.collector` prints its two ports. `GET /got` answers with all spans and metrics so far, as JSON;
-`POST /mode/take`, `/mode/refuse` and `/mode/hang` say what becomes of what is sent from then on.
+`POST /mode/take`, `/mode/refuse` and `/mode/hang` say what happens to all that is sent from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_HANG_S = 60.0
 
 @dataclass(frozen=True)
 class Got:
-    """A span as it arrived. `resource`: attributes of who sent it."""
+    """A span as it arrived. `resource`: attributes of the sender."""
 
     name: str
     kind: int
@@ -105,7 +105,7 @@ class _State:
         self.lock = threading.Lock()
 
     def meets(self) -> bool:
-        """Whether what came is to be taken. Waits where the collector hangs."""
+        """Whether to take what came. Waits while the collector hangs."""
         with self.lock:
             self.tries += 1
         give_up_s = time.monotonic() + LONGEST_HANG_S
@@ -206,7 +206,7 @@ def _serve() -> None:
                 self._answer(200, metrics_pb.ExportMetricsServiceResponse().SerializeToString())
 
         def _answer(self, status: int, body: bytes) -> None:
-            with contextlib.suppress(ConnectionError):  # who sent it has given up
+            with contextlib.suppress(ConnectionError):  # the sender has given up
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -27,4 +27,4 @@ def collector(collector_process: Collector) -> Iterator[Collector]:
     """A collector that takes what is sent, until it is told otherwise."""
     collector_process.mode("take")
     yield collector_process
-    collector_process.mode("take")  # whoever still waits for it is let go
+    collector_process.mode("take")  # senders that still wait are let go

@@ -50,7 +50,7 @@ def test_a_header_is_accepted_if_the_sdk_accepts_it(text: str) -> None:
     context = TraceContextTextMapPropagator().extract({"traceparent": text})
     spans = [span.get_span_context() for span in context.values() if hasattr(span, "get_span_context")]
     if mine is None:
-        return  # the SDK cuts blanks off, which HTTP's own reading has done before
+        return  # the SDK strips blanks, but here the HTTP parser has already done that
     assert [(span.trace_id, span.span_id) for span in spans] == [mine[:2]]
 
 

@@ -24,9 +24,9 @@ from tests.e2e.programs import running as programs
 from tests.otel.collector import LONGEST_HANG_S, Collector
 
 NEVER_MS = "600000"
-"""Between two batches: only the end of a program sends."""
+"""The time between two batches is so long that a program sends only at its end."""
 STOPS_WITHIN_S = LONGEST_HANG_S - 10.0
-"""On a busy machine; whoever waited for the collector would take longer."""
+"""This is enough on a busy machine; a program that waited for the collector would take longer."""
 BOTH = pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 
 
@@ -102,7 +102,7 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
     mine = {trace.trace_id_hex for trace in traces}
     kept = sum(span["trace_id"] in mine for span in collector.everything()["spans"])
     assert kept <= 64 + 16 * begun, "what waits is bounded"
-    assert begun < 50, "or else the bound says nothing"
+    assert begun < 50, "otherwise the bound says nothing"
 
 
 async def test_grpc_without_its_package_says_what_to_install(
@@ -161,7 +161,7 @@ def test_gateway_and_engine_join_their_spans_and_live_on_when_the_collector_hang
             collector.mode("hang")
             for _ in range(3):
                 ask(url, later)
-            assert gateway.stop(deadline_s=STOPS_WITHIN_S) == 0, "or it would have been killed"
+            assert gateway.stop(deadline_s=STOPS_WITHIN_S) == 0, "otherwise the gateway was killed"
         collector.mode("take")
         assert engine.stop(deadline_s=STOPS_WITHIN_S) == 0
     spans = {(span.service.removeprefix("warmroute-"), span.name): span for span in collector.spans(first)}

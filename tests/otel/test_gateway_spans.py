@@ -1,4 +1,4 @@
-"""Spans of the gateway: one a request, one an attempt, joined with whoever asks and whoever is asked."""
+"""Spans of the gateway: one for each request, one for each attempt, joined with the client's and the engine's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def parent_of(engine: ScriptedEngine, place: int = 0) -> tuple[int, int, int]:
-    """Trace id, span id and flags that an engine was told."""
+    """Return the trace id, span id and flags that an engine got."""
     told = engine.received[place].headers.getall("traceparent")
     assert len(told) == 1
     match = re.fullmatch(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", told[0])

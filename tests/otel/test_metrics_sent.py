@@ -60,7 +60,7 @@ def in_text(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 async def test_the_gateway_sends_the_numbers_of_its_metrics(
     monkeypatch: pytest.MonkeyPatch, collector: Collector, protocol: str
 ) -> None:
-    """Once more at the end, so that nothing is missing of a gateway that has stopped."""
+    """They are sent once more at the end, so the last numbers of a stopped gateway are not missing."""
     use(monkeypatch, collector, protocol, METRICS_EXPORTER="otlp", TRACES_EXPORTER="none", SERVICE_NAME=protocol)
     engines = [ScriptedEngine(name, streams(TOLD)) for name in "ab"]
     async with running(*engines, policy="predicted_ttft") as gateway:

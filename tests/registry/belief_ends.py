@@ -36,9 +36,9 @@ class ScriptedServer:
         self.beliefs: dict[str, bytes] = {}
         self.is_away = False
         self.loses = 0
-        """How many of the next messages it confirms but loses."""
+        """How many of the next messages the server confirms but loses."""
         self.delay_s = 0.0
-        """Seconds until the next message reaches it."""
+        """Seconds until the next message reaches the server."""
         self._last = 0
 
     def now_s(self) -> float:

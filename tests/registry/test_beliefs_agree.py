@@ -143,7 +143,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -
 
 @given(deeds=st.lists(DEEDS, max_size=10))
 @settings(max_examples=10, phases=PHASES)
-def test_gateways_know_what_one_would_know_that_did_it_all(deeds: list[tuple[Any, ...]]) -> None:
+def test_gateways_know_what_a_single_gateway_would_know(deeds: list[tuple[Any, ...]]) -> None:
     play = Play()
     for found in played(play, deeds):
         assert found == believed(play.model)

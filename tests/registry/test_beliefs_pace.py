@@ -1,4 +1,4 @@
-"""When gateways tell each other: requests' pods at once, within a bound; the rest soon, or in batches."""
+"""When gateways tell each other of requests: the pods at once, within a bound; the rest soon, or in batches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
     assert notebook.oldest_routed_s is None
     number = notebook.routed(POD, "0" * 32, KEYS, 2.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
     assert notebook.oldest_routed_s == 2.0
-    assert len(heard) == 2, "the way of a request is told sooner than what waited"
+    assert len(heard) == 2, "the way of a request is told sooner than the wish that waited"
     notebook.routed(POD, "0" * 32, KEYS, 3.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
     assert notebook.oldest_routed_s == 2.0
     notebook.take(4.0)

@@ -1,4 +1,4 @@
-"""Gateways share what they know of engines that publish nothing, over a real Redis."""
+"""Gateways share what they know about engines that publish nothing, over a real Redis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SmallCache(ScriptedEngine):
         self._turn = asyncio.Lock()
         self.prompt_tokens = self.cached_tokens = 0
         self.stays = False
-        """Whether it outlives the gateway that it was started for."""
+        """Whether the engine outlives the gateway that it was started for."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -114,8 +114,8 @@ async def ask(gateway: Gateway, prompt: str, **fields: object) -> None:
 
 
 async def hit_rate(redis_server: RedisServer, count: int) -> float:
-    """Return the hit rate of the same requests over `count` gateways in turn. Each request waits until all gateways
-    know of the one before."""
+    """Return the hit rate of the same requests, sent to `count` gateways in turn. Each request waits until all gateways
+    know about the one before."""
     engines = [SmallCache(180) for _ in range(2)]
     async with gateways(redis_server, count, *engines, policy="cache_aware") as started:
         for i, prompt in enumerate(prompts(1, 40, prefixes=6, blocks=12)):
@@ -178,7 +178,7 @@ async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server
         request.cancel()
         await asyncio.wait((request,))
         await eventually(lambda: pod.state.requests(clock()) == 0)
-        # It never ran, so neither believes that the pod holds its prompt.
+        # The request never ran, so neither gateway believes that the pod holds its prompt.
         await eventually(lambda: not any(believed(first).values()) and not any(believed(second).values()))
 
 

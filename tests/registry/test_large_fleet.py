@@ -44,7 +44,7 @@ async def test_engines_of_a_large_fleet_come_to_the_same_index(redis_server: Red
 async def test_an_engine_of_a_large_fleet_keeps_its_lease_and_hears_wishes(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher.follow_pace(LARGE)
-    assert engine.publisher._periods.heartbeat_s <= LEASE_S / 2, "gateways drop whom they do not hear for a lease"
+    assert engine.publisher._periods.heartbeat_s <= LEASE_S / 2, "gateways drop an engine that is silent for a lease"
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as gateway:
             engine.change(dict.fromkeys(range(10), Tier.GPU))
@@ -69,7 +69,7 @@ async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServe
     publisher.follow_pace(1000)
     await asyncio.sleep(FLEET_REMEMBERED_S / 2 + 1)
     publisher.follow_pace(10)
-    assert publisher._periods == periods(1000), "it was heard of again half a minute ago"
+    assert publisher._periods == periods(1000), "the large fleet was heard of again half a minute ago"
     await asyncio.sleep(FLEET_REMEMBERED_S / 2)
     publisher.follow_pace(10)
     assert publisher._periods == Periods()
@@ -96,7 +96,7 @@ async def test_a_gateway_replays_a_long_stream_in_pages(
             assert gateway.reader.status().resyncs == 0
 
 
-async def test_life_is_told_of_what_is_new_and_not_of_what_is_replayed(redis_server: RedisServer) -> None:
+async def test_new_entries_are_signs_of_life_and_replayed_entries_are_not(redis_server: RedisServer) -> None:
     lives: list[tuple[PodId, int]] = []
     gateway = Gateway(redis_server)
     gateway.reader._on_life = lambda pod, epoch: lives.append((pod, epoch))

@@ -144,7 +144,7 @@ async def test_old_and_broken_records_are_passed_over(redis_server: RedisServer)
         }
         await redis.hset(LEARNT_KEY, mapping=records)
         found = await loaded(redis_server)
-        assert set(await redis.hkeys(LEARNT_KEY)) == {b"broken", b"\xff", b"m"}  # or there would be ever more of them
+        assert set(await redis.hkeys(LEARNT_KEY)) == {b"broken", b"\xff", b"m"}  # otherwise records would pile up
     assert found.pop("m") == RECORD
     assert list(found) == ["�"]  # no model's name, so it is nobody's
 

@@ -34,13 +34,13 @@ key were counted as the prompt's own, the cache would seem full four times over.
 
 
 class FullCache(ScriptedEngine):
-    """An engine like vLLM: it publishes nothing, tells how many tokens it holds, and evicts block by block."""
+    """An engine like vLLM: it publishes nothing, reports how many tokens it holds, and evicts block by block."""
 
     def __init__(self) -> None:
         super().__init__(None, self._complete)
         self._cache: OrderedDict[object, None] = OrderedDict()
         self.stays = True
-        """Whether it outlives the gateway that it was started for."""
+        """Whether the engine outlives the gateway that it was started for."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -57,7 +57,7 @@ class FullCache(ScriptedEngine):
         tokens = int(len(prompt) * TOKENS_PER_BYTE)
         blocks: list[object] = [prompt[: int(end / TOKENS_PER_BYTE)] for end in range(BLOCK, tokens, BLOCK)]
         held = next((i for i, block in enumerate(blocks) if block not in self._cache), len(blocks))
-        for block in (object(), *reversed(blocks)):  # the last block is not whole: nobody else has it
+        for block in (object(), *reversed(blocks)):  # the last block is not whole, so no other prompt has it
             self._cache[block] = None
             self._cache.move_to_end(block)
         while len(self._cache) > BLOCKS:

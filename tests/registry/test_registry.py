@@ -34,7 +34,7 @@ async def test_changes_reach_the_index(redis_server: RedisServer) -> None:
         await wait_until(lambda: gateway.loads[a.pod].running == len(a.keys))
 
 
-async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_not(redis_server: RedisServer) -> None:
+async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_is_not(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
     engine.publisher._periods = Periods(heartbeat_s=1000.0)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:

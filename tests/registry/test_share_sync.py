@@ -135,12 +135,12 @@ async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_se
         assert stored(redis_server).keys() == {b"a", b"late", b"live", b"garbage"}
         await wait_until(lambda: a.share(PrefixKey(66), loop.time()) > 0)
     assert a.share(PrefixKey(55), loop.time()) == 0.0
-    # 8 and, a half-life old, 8 / 2 beside 4 of its own.
+    # `live` counts 8; `late` is a half-life old and counts 8 / 2; the own traffic counts 4.
     assert a.share(PrefixKey(66), loop.time()) == pytest.approx(12 / 16, abs=0.02)
 
 
 def without_time(report: ShareReport) -> bytes:
-    """Encode the report as the release before did."""
+    """Encode the report as the previous release did."""
     return encode_report(report, 0.0).removesuffix(b",0.0,0.0]") + b"]"
 
 

@@ -1,4 +1,4 @@
-"""Messages of engines of other releases: those of the release before are understood, later ones are skipped."""
+"""Messages of engines of other releases: those of the previous release are understood, later ones are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection's reading of a server's bytes, cut anywhere, and whether the connection may be reused."""
+"""How a connection reads a server's bytes, cut anywhere, and whether the connection may be reused."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Belief(RuleBasedStateMachine):
         self.read = 0
         self.sessions = itertools.count()
         self.prompts: dict[bytes, bool] = {}
-        """Prompt -> whether the engine ever stored a block for it. If a stranger's request stored all, no event names
-        it."""
+        """Prompt -> whether the engine ever stored a block for it. If a stranger's request stored all blocks, no event
+        names the prompt."""
 
     def catch_up(self) -> None:
         """Deliver events, and let a quiet time pass, after which only the events' keys are believed."""
@@ -85,13 +85,13 @@ class Belief(RuleBasedStateMachine):
 
     @invariant()
     def is_prefix_closed_and_right(self) -> None:
-        """A prompt that is held whole, with events, is believed whole; one of which nothing is held is not believed."""
+        """A prompt that is held whole, with events, is believed whole; a prompt without held blocks is not believed."""
         believed = set().union(*self.index.held(POD).values())
         for text, is_known in self.prompts.items():
             keys, tokens = keys_of(text), self.tokenizer(text)
             mine = [key in believed for key in keys]
             if self.is_told:
-                assert mine == sorted(mine, reverse=True), "belief is no prefix"
+                assert mine == sorted(mine, reverse=True), "what is believed is no prefix"
             blocks = self.engine.held_blocks([token for token, _ in tokens])
             if not blocks:
                 assert not any(mine)

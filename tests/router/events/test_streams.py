@@ -90,7 +90,7 @@ async def test_what_was_stored_before_is_replayed_and_evictions_are_seen(topics:
         await until(lambda: here.believed() == 12)  # 24 blocks have room for two prompts of 12
         engine.serve([-at for at in range(40)], None)
         publisher.publish()
-        await until(lambda: here.believed() == 2)  # its last blocks have made room for ten
+        await until(lambda: here.believed() == 2)  # the prompt's last blocks have made room for ten
 
 
 async def test_a_gap_is_replayed_and_a_lost_tail_is_found_by_a_check() -> None:
@@ -129,7 +129,7 @@ async def test_an_answer_to_a_check_does_not_lead_to_the_next_check(monkeypatch:
 
 
 async def test_without_replay_a_gap_forgets_and_what_follows_is_believed() -> None:
-    """Blocks that later ones continue are known to be there, because their names are remembered."""
+    """Blocks that later blocks continue are known to be there, because their names are remembered."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher, replays=False)})

@@ -45,7 +45,7 @@ def vllm_page(
     first_rank: int = 0,
     unused: Sequence[int] = (),
 ) -> bytes:
-    """`blocks`: of each rank. `unused`: ranks of a server with several processes that had no request yet.
+    """`blocks`: KV blocks of each rank. `unused`: ranks of a server with several processes that had no request yet.
 
     `slots`: (when, most adapters, running, waiting), one series each.
     """

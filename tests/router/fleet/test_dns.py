@@ -172,6 +172,6 @@ async def test_a_name_that_is_not_resolved_is_a_failure(resolver: SystemResolver
 
 
 async def test_the_systems_own_configuration_is_usable() -> None:
-    """For a name that no server has, there is an answer or a failure within the deadline."""
+    """For a name that no server knows, there is an answer or a failure within the deadline."""
     with pytest.raises(LookupFailed):
         await SystemResolver().resolve("warmroute.invalid.")

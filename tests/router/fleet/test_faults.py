@@ -113,7 +113,7 @@ async def test_answers_that_end_well_do_not_hide_that_none_begins() -> None:
 
 @pytest.mark.looptime
 async def test_what_was_on_its_way_when_a_failure_came_to_light_is_the_same_event() -> None:
-    """A step that fails takes all its requests with it, and a network all connections: that ejects no pod."""
+    """A step that fails ends all its requests, and a network that fails ends all connections. Neither ejects a pod."""
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
@@ -181,7 +181,7 @@ async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize(("breaking", "left"), [(3, ["d", "e", "f"]), (4, ["a", "b", "c", "d", "e", "f"])])
 async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, left: list[str]) -> None:
-    """Something in between cuts them all. Errors, which another pod makes good, still count."""
+    """Something between gateway and pods cuts all streams. Errors, which another pod makes good, still count."""
     world = world_of(6)
     async with world.running():
         pods = world.fleet.pods("m")
@@ -196,7 +196,7 @@ async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, 
         assert world.ids() == left
         for _ in range(3):
             fail(world.fleet, pods[5])
-        assert ("f" in world.ids()) == (breaking == 3), "half are out, or none yet"
+        assert ("f" in world.ids()) == (breaking == 3), "f stays only if half of the pods are out already"
 
 
 @pytest.mark.looptime
@@ -212,7 +212,7 @@ async def test_if_every_pod_that_answers_is_ejected_all_are_used() -> None:
         await asyncio.sleep(0.1)
         assert world.ids() == ["a", "b"]
         serve(world.fleet, a)
-        assert world.ids() == ["a"], "it is the better one, as it has shown"
+        assert world.ids() == ["a"], "pod a has just shown that it is the better one"
 
 
 @pytest.mark.looptime
@@ -227,7 +227,7 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
             assert world.ids() == ["b", "c"]
             await asyncio.sleep(1.4)  # until the probe after the time out
             assert world.ids() == ["a", "b", "c"]
-            assert world.fleet.doubtful("m") == {"a"}, "no place for a second attempt"
+            assert world.fleet.doubtful("m") == {"a"}, "a pod on trial takes no second attempt"
             with leased(world.fleet, pod):
                 assert world.ids() == ["b", "c"]
                 sent_s = now_s()
@@ -403,13 +403,13 @@ def test_a_record_has_a_bound() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_often() -> None:
-    """Its probe still succeeds. This counts as no failure, and the others may all leave."""
+    """Its probe still succeeds. Leaving counts as no failure, and the other pods may all leave, too."""
     world = world_of(2)
     async with world.running():
         pod, other = world.fleet.pods("m")
         began_s, trials = now_s(), []
         await asyncio.sleep(0.1)
-        with leased(world.fleet, pod):  # it was already running: it ends well, and proves nothing
+        with leased(world.fleet, pod):  # this request was running already, so its good end proves nothing
             world.fleet.leaves(pod, "it drains")
             world.fleet.leaves(pod, "it drains")
             assert world.ids() == ["b"]

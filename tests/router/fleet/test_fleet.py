@@ -228,7 +228,7 @@ async def test_an_engine_that_becomes_ready_is_probed_at_once() -> None:
         world.probe.pods["http://b"] = identity("b")
         world.discovery.put(EngineAddress("http://a"), EngineAddress("http://b"))
         await asyncio.sleep(0.1)
-        assert world.ids() == ["a", "b"], "it waited for the next round of probes"
+        assert world.ids() == ["a", "b"], "b waited for the next round of probes"
 
 
 @pytest.mark.looptime

@@ -40,7 +40,7 @@ async def test_pods_of_the_pools_selector_are_followed_at_its_port(cluster: Scri
     cluster.of().put(pod("b", "10.0.0.2", annotations={"warmroute.io/port": "7"}))
     async with following(cluster, tmp_path) as seen:
         await asyncio.sleep(NEWS_S)
-        assert seen.urls() == [A, B], "gateways know the pool's ports alone"
+        assert seen.urls() == [A, B], "only the pool's ports count"
         assert seen.discovery.status().is_pool_valid
         cluster.of().put(pod("c", "10.0.0.3"))
         cluster.of().remove("a")
@@ -62,7 +62,7 @@ async def test_every_port_is_an_engine_with_a_rank_of_its_own(cluster: ScriptedC
             EngineAddress(A, "uid-a", model="m", kv_events_port=5557, ranks=1),
             EngineAddress("http://10.0.0.1:8001", "uid-a", model="m", kv_events_port=5558, ranks=1),
         }
-        assert {address.name for address in seen.sets[-1]} == {None}, "a pod's name is no engine's where it has two"
+        assert {address.name for address in seen.sets[-1]} == {None}, "no engine has the name of a pod with two engines"
 
 
 @pytest.mark.looptime
@@ -81,7 +81,7 @@ async def test_a_pool_that_changes_takes_the_fleet_with_it_and_leaves_no_gap(
         await asyncio.sleep(NEWS_S)
         cluster.of().remove("a")
         await asyncio.sleep(NEWS_S / 2)
-        assert seen.urls() == ["http://10.0.0.2:9000"], "the old ones are followed until the new ones are known"
+        assert seen.urls() == ["http://10.0.0.2:9000"], "the old pods are followed until the new pods are known"
         assert "500" in (seen.discovery.status().problem or "")
         await asyncio.sleep(AGAIN_S)
         assert seen.urls() == [C]
@@ -107,7 +107,7 @@ async def test_a_pool_that_is_deleted_stays_as_it_was_and_is_missed(
         assert "the last one known is still followed" in caplog.text
         cluster.of().remove("a")
         await asyncio.sleep(NEWS_S)
-        assert seen.urls() == [B], "its pods are followed on"
+        assert seen.urls() == [B], "its pods are still followed"
         cluster.pools.put(pool())
         await asyncio.sleep(NEWS_S)
         assert (seen.discovery.status().is_pool_valid, seen.discovery.status().problem) == (True, None)

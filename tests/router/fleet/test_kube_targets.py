@@ -174,4 +174,4 @@ async def test_each_sets_engines_are_shown_their_own_key(tmp_path: Path) -> None
                 assert answer.status == 200
             assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
     assert [len(engine.received) for engine in (wanting, open_to_all)] == [1, 1]
-    assert "Authorization" not in open_to_all.received[0].headers, "a key of others, and clients' keys"
+    assert "Authorization" not in open_to_all.received[0].headers, "it sees no other engine's key, and no client's key"

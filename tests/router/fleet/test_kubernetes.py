@@ -159,7 +159,7 @@ async def test_weights_from_annotations(api: ScriptedApi, caplog: pytest.LogCapt
 async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
     api: ScriptedApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else hundreds of pods without a port would fill the log: a line with all names at every change."""
+    """Otherwise hundreds of pods without a port would fill the log: a line with all names at every change."""
     api.pods.clear()
     for i in range(30):
         api.put(pod(f"odd-{i:02}", f"10.0.1.{i}", port=None, annotations={"warmroute.io/weight": "odd"}))
@@ -177,12 +177,12 @@ async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
         caplog.clear()
         api.put(pod("odd-00", "10.0.1.0", port=None))
         await asyncio.sleep(NEWS_S)
-        assert "no port for odd-00:" in caplog.text, "it was well in between"
+        assert "no port for odd-00:" in caplog.text, "the pod was well in between"
     assert seen.urls() == ["http://10.0.1.31:8000"]
 
 
 def test_an_event_has_one_pod_read_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading all of a thousand pods took 34 ms for each event, in which no request moves."""
+    """Reading all of a thousand pods took 34 ms for each event. No request moves during this time."""
     read: list[str] = []
 
     def reading(one: kubernetes_pods.Pod, port: int | str) -> EngineAddress | None:
@@ -272,10 +272,10 @@ async def test_streams_that_end_at_once_are_asked_for_ever_more_rarely(api: Scri
         assert len(asked) <= 10 + 2 * 120 / LONGEST_PAUSE_S
         assert max(gaps) <= LONGEST_PAUSE_S
         assert min(gaps[6:]) >= LONGEST_PAUSE_S / 2
-        assert len({round(gap, 3) for gap in gaps[6:]}) > 5, "gateways must not come all at once"
+        assert len({round(gap, 3) for gap in gaps[6:]}) > 5, "gateways must not all come at once"
         api.remove("a")
         await asyncio.sleep(LONGEST_PAUSE_S)
-        assert seen.urls() == [B], "each time the list is taken"
+        assert seen.urls() == [B], "the list is taken each time"
         api.standing_fault = None
         await asyncio.sleep(LONGEST_PAUSE_S + 61)
         before = len(api.times("list"))

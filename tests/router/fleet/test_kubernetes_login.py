@@ -22,7 +22,7 @@ POD_ENVIRON = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT"
 
 @pytest.fixture(scope="module")
 def ca() -> bytes:
-    """CA certificates, PEM: the client's own dependency brings some."""
+    """Return CA certificates as PEM, from a package that the client depends on."""
     return certifi.contents().encode()
 
 
@@ -112,7 +112,7 @@ async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | No
 
 
 def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that a kubeconfig names may hang like this; the process is told to stop meanwhile."""
+    """A program that a kubeconfig names may hang in this way while the process is told to stop."""
     let_go, ended = threading.Event(), threading.Event()
 
     def hang(path: str, namespace: str | None) -> Cluster:

@@ -83,7 +83,7 @@ async def test_no_redirect_of_an_engine_is_followed() -> None:
 
 @pytest.mark.looptime
 async def test_an_engine_cannot_take_the_id_of_a_pod_that_discovery_knows() -> None:
-    """Not even if it answers first, before the pod with that name."""
+    """This holds even if the engine answers before the pod with that name."""
     world = World()
     world.probe.pods = {"http://a": ProbeFailed("starts"), "http://b": identity("engine-0")}
     world.discovery.put(

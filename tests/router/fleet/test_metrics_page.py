@@ -1,4 +1,4 @@
-"""What pages of both engines, present and earlier releases, tell about their load; and what hostile pages do not."""
+"""What pages of both engines, in present and earlier releases, tell about load; and what hostile pages do not."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_last_state_of_the_adapters_counts() -> None:
 def test_what_is_no_number_of_requests_is_not_said(value: str) -> None:
     page = read_page(vllm_page([Load(value, 2.0, 0.5)]))
     assert page is not None
-    assert page.ranks[0].counts is None, "without the running ones there is no load"
+    assert page.ranks[0].counts is None, "without a number of running requests there is no load"
     page = read_page(vllm_page([Load(2.0, value, 0.5)]))
     assert page is not None
     assert page.ranks[0].counts is None

@@ -1,4 +1,4 @@
-"""What a probe tells about an engine, over real connections; and what its silence means beside answers to requests."""
+"""What a probe tells about an engine, over real connections; and what silence means while requests are answered."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_an_engine_that_wants_a_key_leads_to_the_flag(
 
 @pytest.mark.looptime
 async def test_a_probe_that_waits_behind_requests_does_not_count() -> None:
-    """A full engine takes seconds for its probe while its answers go well: it stays, with all that is known of it."""
+    """A full engine takes seconds for its probe while it answers requests. It stays, with all that is known of it."""
     world = World()
     async with world.running():
         pods = world.fleet.pods("m")

@@ -1,4 +1,4 @@
-"""An engine with data-parallel ranks is as many pods, with one record of faults and one probe."""
+"""An engine with data-parallel ranks counts as one pod for each rank, with one record of faults and one probe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_each_rank_is_a_pod_and_the_one_before_ends() -> None:
         assert other.rank_field == b""
         assert four.state is not five.state is not whole.state
         assert four.faults is five.faults is whole.faults
-        assert [pod.pod_id for pod in world.fleet.admitted()] == ["a/4", "b"], "an engine is one, whatever its ranks"
+        assert [pod.pod_id for pod in world.fleet.admitted()] == ["a/4", "b"], "one per engine, whatever its ranks"
 
 
 @pytest.mark.looptime
@@ -95,7 +95,7 @@ async def test_one_of_two_pods_is_spared_however_many_ranks_it_has() -> None:
                 pod = next(pod for pod in world.fleet.answering() if pod.url == url)
                 world.fleet.blame(pod, fault(number), is_begun=False)
         ejected = [pod.url for pod in world.fleet.answering() if pod.faults.is_ejected]
-        assert ejected == ["http://a"], "a second of three would leave less than half of the pods"
+        assert ejected == ["http://a"], "ejecting a second of three pods would leave less than half"
 
 
 @pytest.mark.looptime
@@ -119,7 +119,7 @@ async def test_all_ranks_leave_and_come_back_with_their_pod() -> None:
         world.probe.pods["http://a"] = identity("a", 2)
         await asyncio.sleep(1.3)
         assert world.ids() == ["a/0", "a/1", "b"], "the next life most likely has as many"
-        assert not set(world.fleet.pods("m")[:2]) & set(pods), "and another cache"
+        assert not set(world.fleet.pods("m")[:2]) & set(pods), "the next life has another cache"
         assert any(change.ended == {"a/0", "a/1"} for change in world.changes)
         world.discovery.put(EngineAddress("http://b"))
         await asyncio.sleep(0.1)

@@ -51,7 +51,7 @@ class Pages:
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         now = self.most_at_once[host] = self.most_at_once.get(host, 0) + 1
-        assert now == 1, "two at once to one engine"
+        assert now == 1, "one engine got two requests at once"
         try:
             if self.takes_s >= deadline_s:
                 await asyncio.sleep(deadline_s)
@@ -242,7 +242,7 @@ async def test_a_new_life_is_read_anew_and_one_that_leaves_no_more() -> None:
         down = len(world.pages.reads("a"))
         world.pages.pages["http://a/metrics"] = vllm_page([Load()], blocks=100)
         await asyncio.sleep(10)
-        assert len(world.pages.reads("a")) == down, "it is not asked while it does not answer its probe"
+        assert len(world.pages.reads("a")) == down, "an engine is not asked while it does not answer its probe"
         world.probe.pods["http://a"] = foreign("a")
         await asyncio.sleep(5)
         assert len(world.pages.reads("b")) == left
@@ -281,7 +281,7 @@ async def test_ranks_are_found_and_each_has_its_own_load() -> None:
     world = Scraped("a", page=vllm_page([Load(1.0), Load(6.0)]))
     async with world.reading():
         await asyncio.sleep(0.1)
-        assert world.views() == {"a/0": 0, "a/1": 0}, "of the one target before, nothing is known of each"
+        assert world.views() == {"a/0": 0, "a/1": 0}, "what was known of the engine says nothing about each rank"
         await asyncio.sleep(1.3)
         assert world.views() == {"a/0": 1, "a/1": 6}
         assert [pod.facts.kv_capacity_tokens for pod in world.fleet.pods("m")] == [20_480, 20_480]

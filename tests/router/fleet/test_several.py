@@ -153,7 +153,7 @@ def test_each_url_has_its_newest_engine_and_no_url_is_lost(sets: list[frozenset[
         rivals = [other for other in everything if other.url == address.url]
         assert (address.born, address.life) == max((other.born, other.life) for other in rivals)
         equals = [other for other in rivals if (other.born, other.life) == (address.born, address.life)]
-        assert address.key == equals[0].key, "of one engine that two sources have, the first source's word counts"
+        assert address.key == equals[0].key, "if two sources have one engine, the first source's word counts"
 
 
 async def play(steps: list[tuple[int, frozenset[EngineAddress]]]) -> None:

@@ -131,7 +131,7 @@ async def test_a_pod_that_could_not_be_reached_is_probed_at_once_though_it_publi
             await asyncio.sleep(0.01)
             assert probes_in(world, "http://p3", since_s) == 1
             await asyncio.sleep(EJECT_AFTER * INTERVAL_S * (1 + JITTER))
-            assert "p3" not in world.ids(), "a probe that fails is followed by others, whatever is published"
+            assert "p3" not in world.ids(), "further probes follow a failed one, whatever the pod publishes"
 
 
 async def test_answers_are_signs_of_life_too() -> None:

@@ -40,9 +40,9 @@ def said_in(endpoint: Endpoint, kind: str, fields: Mapping[str, Any]) -> str:
     """Return the text from which an engine of that kind is asked to continue."""
     if kind == "warmroute":
         return str(fields.get(ANSWER_SO_FAR, ""))
-    assert ANSWER_SO_FAR not in fields, "no other engine knows it"
+    assert ANSWER_SO_FAR not in fields, "only our engine knows this field"
     if endpoint is Endpoint.MESSAGES:
-        assert fields["messages"][-1]["role"] == "user", "vLLM begins another turn behind one of the assistant"
+        assert fields["messages"][-1]["role"] == "user", "vLLM begins another turn after an assistant's turn"
         return ""
     if endpoint is Endpoint.CHAT:
         assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)

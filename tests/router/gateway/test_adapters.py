@@ -48,7 +48,7 @@ async def test_models_of_one_pod_share_its_load_and_not_their_prefixes() -> None
         held = asyncio.create_task(gateway.post({"model": "sql", "prompt": PROMPT, "stream": True}))
         await eventually(lambda: pod.in_flight == 1)
         (shown,) = await pods(gateway)
-        assert shown["load"]["in_flight"] == 1, "what the base model's next request sees"
+        assert shown["load"]["in_flight"] == 1, "the base model's next request must see this load"
         held.cancel()
         await asyncio.wait((held,))
 

@@ -58,7 +58,7 @@ async def test_clients_find_nothing_of_what_operators_have() -> None:
     assert not engine.received
 
 
-async def test_clients_keys_are_none_of_the_administrations(tmp_path: Path, no_blocking_calls: BlockBuster) -> None:
+async def test_clients_keys_do_not_open_the_operators_port(tmp_path: Path, no_blocking_calls: BlockBuster) -> None:
     no_blocking_calls.deactivate()
     keys = tmp_path / "keys"
     keys.write_text("key\n")
@@ -85,7 +85,7 @@ async def test_every_action_of_an_operator_leaves_a_line(caplog: pytest.LogCaptu
         for path in ("/metrics", "/health", "/ready"):
             await ask(gateway, gateway.admin_url, path, "GET")
         await ask(gateway, gateway.url, "/v1/pods")
-        assert not records(caplog), "what machines ask, and what clients do, is no action of an operator"
+        assert not records(caplog), "what machines and clients do is no action of an operator"
         await ask(gateway, gateway.admin_url, "/v1/pods")
         await ask(gateway, gateway.admin_url, "/v1/route/explain")
         engines[1].reset_status = 500

@@ -228,7 +228,7 @@ async def test_what_one_pod_fails_and_another_refuses_is_no_pods_fault() -> None
 
 
 async def test_a_pod_that_breaks_off_is_not_down() -> None:
-    """It answers its probe, so its known cache and load stay, even if it does not tell whether it was restarted."""
+    """The pod answers its probe, so its known cache and load stay, although it reports no restarts."""
     pods = [ScriptedEngine(None, drops), ScriptedEngine("b", GOOD)]
     async with running(*pods, policy="least_loaded", eject_after=1, probe_interval_s=60) as gateway:
         known = set(gateway.app[FLEET].answering())

@@ -75,7 +75,7 @@ def test_what_might_be_another_path_to_an_engine_does_not_pass(path: str) -> Non
 
 
 @pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": 7}, {"model": ["m"]}])
-def test_a_model_that_is_none_is_refused(fields: dict[str, Any]) -> None:
+def test_a_model_that_is_no_string_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="model must be a string"):
         asked_model(fields, is_required=True)
 
@@ -141,7 +141,7 @@ async def test_in_a_mixed_fleet_the_pods_that_know_a_path_are_found(missing: Scr
         assert asked[2] == 9
         assert max(asked[:2]) <= 1, "a pod that does not know the path was asked again"
         pods = {(await gateway.post({"model": "m", "prompt": "x"})).pod for _ in range(3)}
-        assert pods == {"a", "b", "c"}, "what a pod does not know says nothing of its other paths"
+        assert pods == {"a", "b", "c"}, "one path that a pod lacks says nothing about its other paths"
         nowhere = await gateway.post({"model": "m", "input": "x"}, path="/v1/rerank")
         assert nowhere.status in (404, 405)
         again = await gateway.post({"model": "m", "input": "x"}, path="/v1/rerank")

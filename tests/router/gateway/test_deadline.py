@@ -42,7 +42,7 @@ async def run(make: Callable[[], contextlib.AbstractAsyncContextManager[Set]], s
         try:
             async with make() as at:
                 for _ in range(rng.randrange(1, 5)):
-                    if rng.random() < 0.7 and not is_over:  # otherwise asyncio may refuse
+                    if rng.random() < 0.7 and not is_over:  # asyncio may refuse it after the deadline
                         at(loop.time() + rng.choice((0.3, 1.3, 2.3, 3.3)))
                     swallows = rng.random() < 0.15
                     try:

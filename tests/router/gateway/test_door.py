@@ -115,7 +115,7 @@ class Talkative(ScriptedEngine):
 async def test_a_client_that_does_not_read_the_gateways_own_answer_is_cut() -> None:
     engine = Talkative(900_000)
     async with running(engine, idle_timeout_s=0.3) as gateway, connected(gateway, receive_bytes=4096) as client:
-        for _ in range(20):  # several, as the kernel holds some of it
+        for _ in range(20):  # several, because the kernel holds some of the answers
             client.send(GET_MODELS)
         await eventually(lambda: gateway.app[DOOR].refused["write"] == 1)
         await eventually(lambda: not gateway.app[DOOR].connections)
@@ -164,7 +164,7 @@ async def test_a_lack_of_our_own_ejects_no_engine_and_refuses_new_clients(
         assert (await client.answer()).status == 200
         with monkeypatch.context() as patch:
             patch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", lacks)
-            for one in clients:  # more than there are idle connections to the engine
+            for one in clients:  # more clients than there are idle connections to the engine
                 one.send(ask)
             await eventually(lambda: gateway.app[LACKS].counts[name] > 0)
             refused = await clients[-1].answer()
@@ -191,7 +191,7 @@ async def test_a_lack_of_our_own_ejects_no_engine_and_refuses_new_clients(
 
 
 def test_the_last_descriptors_are_not_given_to_clients() -> None:
-    """In a process with a real bound: the gateway answers 503 when the event loop would not answer."""
+    """The process has a real bound. The gateway answers 503 where the event loop alone would not answer."""
     script = """
 import asyncio, contextlib, os, resource, uvloop
 from router.parts import FLEET

@@ -112,7 +112,7 @@ def test_what_is_no_target_is_refused(url: str) -> None:
 async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_and_no_error() -> None:
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.connection == 0 and len(asked.server.requests) == 2:
-            writer.close()  # as if it had closed the idle connection before it saw the request
+            writer.close()  # as if the engine had closed the idle connection before it saw the request
         else:
             writer.write(GOOD)
 
@@ -126,7 +126,7 @@ async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_
 async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is not sent again if it is late, after a byte of an answer, or on a new connection."""
     if not said:
-        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # however soon, it is too late
+        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # however soon the connection ends, it is too late
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 2:
@@ -147,7 +147,7 @@ async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkey
 
 
 async def test_a_request_that_ends_its_engine_is_not_taken_for_an_engine_that_was_away() -> None:
-    """An unreachable engine does not count as failed, so the request that ended one would go on to the next."""
+    """An unreachable engine does not count as failed, so a request that ended an engine would go on to the next one."""
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 1:
@@ -197,7 +197,7 @@ async def test_little_is_read_ahead_of_an_answer_that_nobody_reads() -> None:
         answer = await asked.post()
         answer.set_deadline(None)
         await asyncio.sleep(0.1)
-        assert answer._size <= 2 * READ_AHEAD_BYTES + 2**18 < len(body)  # and what one read brings
+        assert answer._size <= 2 * READ_AHEAD_BYTES + 2**18 < len(body)  # plus what one read brings
         data = b""
         while piece := await answer.readany():
             data += piece

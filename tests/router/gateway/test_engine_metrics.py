@@ -123,7 +123,7 @@ async def test_requests_for_a_rank_name_it_and_a_clients_own_wish_is_dropped() -
         text = (await gateway.get("/metrics")).body.decode()
         assert f'warmroute_gateway_engine_in_flight{{engine="{name}/1"}} 0.0' in text
         ready = (await gateway.get("/ready")).json
-        assert ready["pods"] == {"known": 1, "admitted": 1, "ejected": 0}, "an engine is one"
+        assert ready["pods"] == {"known": 1, "admitted": 1, "ejected": 0}, "an engine counts once, whatever its ranks"
         reset = (await gateway.post(b"", path="/reset_prefix_cache")).json
         assert len(reset["pods"]) == 1
         assert engine.resets == 1
@@ -222,7 +222,7 @@ async def endless(request: web.Request) -> web.StreamResponse:
 
 async def hanging(request: web.Request) -> web.StreamResponse:
     await asyncio.sleep(60)
-    raise AssertionError("nobody gave it up")
+    raise AssertionError("nobody gave the request up")
 
 
 async def protected(request: web.Request) -> web.StreamResponse:
@@ -303,6 +303,6 @@ async def test_the_engines_key_is_shown_to_its_metrics(key_file: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["metrics", "", "/a?b", "/a b", "/a#b"])
-def test_a_path_that_is_none_is_refused_by_name(path: str) -> None:
+def test_an_invalid_path_is_refused_by_name(path: str) -> None:
     with pytest.raises(ValueError, match="engine_metrics_path"):
         GatewaySettings(engines=["http://a"], engine_metrics_path=path)

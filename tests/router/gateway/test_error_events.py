@@ -1,4 +1,4 @@
-"""Error events of engines with any content: they yield a word that can be passed on and logged, or none."""
+"""Error events of engines with any content: they yield a message that can be passed on and logged, or none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_any_event_says_something_or_nothing(stream: bytes) -> None:
 @given(errors)
 def test_the_clients_fault_is_not_the_engines(error: dict[str, Any]) -> None:
     stream = b'data: {"error": ' + json.dumps({**error, "code": 404}).encode() + b"}\n\n"
-    assume(b"Infinity" not in stream and b"NaN" not in stream)  # what Python writes and JSON has not
+    assume(b"Infinity" not in stream and b"NaN" not in stream)  # Python writes them, but JSON does not have them
     assert engine_error(stream) is None
 
 

@@ -1,4 +1,4 @@
-"""What a client gets when pods fail, and that nothing stays counted afterwards."""
+"""What a client gets when pods fail; nothing stays counted afterwards."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ async def test_a_refusal_leaves_the_queue_behind_as_it_was() -> None:
         after = pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time())
         slow.cancel()
     assert after.in_flight == before.in_flight == 1
-    assert after.prefill_free_at_s == pytest.approx(before.prefill_free_at_s, abs=0.02), "its prefill began anew"
+    assert after.prefill_free_at_s == pytest.approx(before.prefill_free_at_s, abs=0.02), "the slow prefill began anew"
 
 
 async def test_one_hung_pod_does_not_take_all_the_time_of_a_whole_answer() -> None:
     hung, good = ScriptedEngine("a", stalls_after(begin=False)), ScriptedEngine("b", answers(200, b'{"ok": 1}'))
     async with running(hung, good, total_timeout_s=2.0) as gateway:
         replies = await asyncio.gather(*(gateway.post(WHOLE) for _ in range(2)))
-        await eventually(lambda: hung.open == 0, 0.5)  # the attempt given up does not go on there
+        await eventually(lambda: hung.open == 0, 0.5)  # the attempt that was given up does not go on
         text = (await gateway.get("/metrics")).body.decode()
     assert [(reply.status, reply.pod) for reply in replies] == [(200, "b")] * 2
     assert len(hung.received) == 1
@@ -199,7 +199,7 @@ async def test_a_death_after_the_first_byte_ends_in_an_error_event(sent: list[by
     assert answer.status == 200
     assert answer.body.startswith(event("a"))
     assert last_error(answer)["type"] == "upstream_error"
-    assert not answer.is_whole, "no client may take it for a whole answer, nor use the connection again"
+    assert not answer.is_whole, "no client may take this for a whole answer, or use the connection again"
     assert sum(len(pod.received) for pod in pods) == 1
     assert "warmroute_gateway_broken_streams_total 1.0" in text
 
@@ -256,8 +256,8 @@ async def test_a_client_that_leaves_is_noticed_by_the_engine(script: Script, fie
     ("chunks", "turns"), [*((0, turns) for turns in range(0, 45, 3)), *((chunks, 3) for chunks in (1, 2, 3))]
 )
 async def test_leaving_at_any_moment_leaves_nothing_counted(chunks: int, turns: int) -> None:
-    """A client leaves while it connects, is read, meets a pod that drops it, or is sent to another pod (some 30 turns
-    of the loop), or while its chunks come."""
+    """A client leaves while it connects, while its request is read, dropped by a pod or sent to another one (some 30
+    turns of the loop), or while chunks come."""
     pods = [ScriptedEngine("a", drops), ScriptedEngine("b", streams([event("x")] * 3, gap_s=GAP_S))]
     async with running(*pods, eject_after=100) as gateway:
         calls = [asyncio.create_task(gateway.post(STREAM)) for _ in range(8)]
@@ -341,7 +341,7 @@ async def test_an_unexpected_error_becomes_a_500_and_the_next_request_works(
 
 
 async def test_an_unused_connection_is_not_shared_with_an_aborted_request() -> None:
-    """A cancelled stream's connection must not go back to the pool with its bytes still in it."""
+    """A cancelled stream's connection must not go back to the pool with bytes of the stream still in it."""
     chunks = [event(str(i)) for i in range(50)]
     engine = ScriptedEngine("a", streams(chunks, gap_s=0.002))
     async with running(engine) as gateway:

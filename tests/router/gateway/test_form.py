@@ -99,7 +99,7 @@ def test_what_an_engine_reads_is_what_the_client_wrote(
         (written([Part("model", b"\xff\xfe")]), "UTF-8"),
         (written([Part("model", b"a\r\nb")]), "line break"),
         (written([Part('a"b', b"")]), "no valid field name"),
-        (written([Part("mod\\el", b"a"), Part("model", b"b")]), "twice"),  # some parsers read a backslash so
+        (written([Part("mod\\el", b"a"), Part("model", b"b")]), "twice"),  # some parsers drop the backslash
         (written([Part("a", b"x", None, "multipart/mixed; boundary=x")]), "no field may contain others"),
         (written([Part(f"n{i}", b"") for i in range(MAX_PARTS + 1)]), f"at most {MAX_PARTS}"),
     ],

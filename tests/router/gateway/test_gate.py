@@ -44,11 +44,11 @@ async def test_places_go_to_requests_in_the_order_of_arrival() -> None:
     guests = [Guest(gate, let_in) for _ in range(6)]
     assert [gate.enter(guest, 10) for guest in guests] == [True, True, False, False, False, False]
     gate.leave(guests[1])
-    gate.leave(guests[3])  # its client has gone
+    gate.leave(guests[3])  # the guest's client has gone
     gate.leave(guests[0])
     assert let_in == [guests[2], guests[4]]
     gate.leave(guests[2])
-    gate.leave(guests[2])  # twice is once
+    gate.leave(guests[2])  # leaving twice counts once
     assert let_in == [guests[2], guests[4], guests[5]]
     assert gate.waiting == 0
 
@@ -108,7 +108,7 @@ async def test_a_burst_goes_through_one_after_the_other() -> None:
     engine, count = ScriptedEngine("a", GOOD), 200
     async with running(engine) as gateway, AsyncExitStack() as stack:
         clients = await connect(stack, gateway, count)
-        for _ in range(2):  # the second time with connections to the engine that are open
+        for _ in range(2):  # the second time, connections to the engine are open already
             engine.received.clear()
             watch = Watch(gateway, engine)
             for number, client in enumerate(clients):
@@ -116,7 +116,7 @@ async def test_a_burst_goes_through_one_after_the_other() -> None:
             for client in clients:
                 await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
             assert len(engine.received) == count
-            # Some requests count beside the places: the gateway has written them, and the engine has not read them.
+            # Some requests count on top of the places: the gateway has written them, and the engine has not read them.
             assert watch.most_between <= count // 4
         assert gateway.app[DOOR].gate.waiting == 0
 

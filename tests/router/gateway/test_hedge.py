@@ -105,7 +105,7 @@ async def hedges(gateway: Gateway) -> dict[str, float]:
 async def is_refused(gateway: Gateway) -> None:
     """Wait until a second pod was due to be asked and was refused."""
     async with asyncio.timeout(DEADLINE_S):
-        while await hedges(gateway) != {"refused": 1}:  # noqa: ASYNC110 - it is read from another side
+        while await hedges(gateway) != {"refused": 1}:  # noqa: ASYNC110 - metrics can only be polled
             await asyncio.sleep(0.005)
 
 
@@ -179,7 +179,7 @@ async def test_the_first_pod_still_wins_when_the_second_fails(bad: Script) -> No
         assert len(scene.asked) == 2
         assert holders(gateway) == {scene.asked[0].pod}
         assert await hedges(gateway) == {"lost": 1}
-        assert scene.pod(gateway, 1).faults.count == 1, "another pod has made it good: it was no fault of the request"
+        assert scene.pod(gateway, 1).faults.count == 1, "another pod served it, so the request was not at fault"
 
 
 async def test_the_second_pod_goes_on_when_the_first_fails() -> None:
@@ -193,7 +193,7 @@ async def test_the_second_pod_goes_on_when_the_first_fails() -> None:
         scene.scripts = after(lambda: scene.are_asked(2), drops), after(first_failed, streams(told("second")))
         reply = await gateway.post(STREAM)
         assert (reply.status, reply.pod, reply.body) == (200, scene.asked[1].pod, b"".join(told("second")))
-        assert len(scene.asked) == 2, "the second pod is the further one to try"
+        assert len(scene.asked) == 2, "the second pod counts as the one retry"
         assert await hedges(gateway) == {"won": 1}
         assert scene.pod(gateway, 0).faults.count == 1
 
@@ -226,14 +226,14 @@ async def test_when_both_fail_it_goes_on_as_after_any_failure(last: int, retries
             assert holders(gateway) == {reply.pod}
 
 
-async def test_two_that_break_over_a_request_are_enough_as_without_a_hedge() -> None:
+async def test_two_broken_attempts_end_a_request_as_without_a_hedge() -> None:
     scene = Scene(pods=3)
     both_break = after(lambda: scene.are_asked(2), drops)
     scene.scripts = both_break, both_break, streams(told("third"))
     async with running(*scene.engines, **scene.settings) as gateway:
         reply = await gateway.post(STREAM)
         assert (reply.status, len(scene.asked)) == (502, 2)
-        assert [pod.faults.count for pod in gateway.app[FLEET].pods("m")] == [0, 0, 0], "then it is the request"
+        assert [pod.faults.count for pod in gateway.app[FLEET].pods("m")] == [0, 0, 0], "then the request is at fault"
 
 
 @pytest.mark.parametrize("status", [400, 404])
@@ -305,7 +305,7 @@ async def test_a_pod_that_failed_lately_is_not_asked() -> None:
 
 
 async def test_a_whole_answer_is_not_hedged() -> None:
-    """A stream that is sent later is hedged, so the time for hedging the whole answer is over by then."""
+    """A stream that was sent later is hedged, so by then the whole answer would have been hedged, too."""
     release = asyncio.Event()
 
     async def wait() -> None:

@@ -115,7 +115,7 @@ async def test_what_an_engine_refuses_is_an_error_that_the_client_knows(maker: s
         assert refused.value.param == "temperature"
         with pytest.raises(anthropic.BadRequestError, match="temperature must be at most 2"):
             await other.messages.create(model="m", messages=HI, max_tokens=9, extra_body={"temperature": 3})
-        assert len(engine.received) == 2, "what the client did wrong was tried again"
+        assert len(engine.received) == 2, "the client's bad request was tried again"
         with pytest.raises(anthropic.NotFoundError) as unknown:
             await other.messages.create(model="nobody", messages=HI, max_tokens=9)
         body: Any = unknown.value.body
@@ -168,5 +168,5 @@ async def test_messages_with_tools_whole_and_streamed(maker: str) -> None:
         again = await client.messages.with_raw_response.create(
             **{**asked, "messages": [*HI, turn, {"role": "user", "content": [result]}]}
         )
-        assert int(again.headers[headers.PREDICTED_CACHED]) > 0, "the conversation that goes on is not known"
+        assert int(again.headers[headers.PREDICTED_CACHED]) > 0, "the conversation was not recognized when it went on"
         assert orjson.loads(engine.received[-1].body)["messages"][-1]["content"] == [result]

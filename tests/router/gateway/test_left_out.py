@@ -69,7 +69,7 @@ async def after(script: Script, *, stream: bool = True, is_telling: bool = True)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("usage", [MISS, LEFT_OUT], ids=["told", "left out"])
 async def test_a_count_that_a_telling_pod_leaves_out_is_a_miss(usage: bytes, stream: bool) -> None:
-    """It counts as a 0 does: it refutes the belief in the prompt, and in everything that an LRU cache evicts before."""
+    """It counts as a 0: it refutes the belief in the prompt, and in all that an LRU cache evicts before the prompt."""
     assert await after(says(usage, stream=stream), stream=stream) == ({"prompt": 1000.0, "cached": 400.0}, False)
 
 

@@ -44,7 +44,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 class Engine(ScriptedEngine):
-    """Tells that it keeps marked prefixes, if `keeps`."""
+    """Says that it keeps marked prefixes, if `keeps`."""
 
     keeps = False
 
@@ -241,7 +241,7 @@ async def test_a_tenant_sees_nothing_of_anothers(tmp_path: Path, no_blocking_cal
 
 
 @pytest.mark.realtime
-async def test_the_pod_that_has_it_is_asked_and_another_one_when_it_dies_whatever_gateway(
+async def test_any_gateway_asks_the_pod_that_has_the_cache_and_another_one_when_that_dies(
     redis_server: RedisServer, no_blocking_calls: BlockBuster
 ) -> None:
     no_blocking_calls.deactivate()
@@ -331,7 +331,7 @@ async def test_what_was_read_is_used_while_redis_is_away_and_nothing_else(
             known, dropped = meta_of(clock, 100), meta_of(clock, 100)
             await store.add("t", dropped, b"abcdef")
             await store.add("t", known, b"uvwxyz")
-            for meta in (dropped, known):  # together they are more than is kept near
+            for meta in (dropped, known):  # together they exceed what is kept in memory
                 assert await store.get("t", meta.id)
             server.stop()
             assert await store.get("t", known.id) == (known, b"uvwxyz")
@@ -358,7 +358,7 @@ TURNS = st.lists(
 def test_a_request_has_the_keys_of_the_whole_chat_marked_or_not(
     system: Any, stored: list[Any], own: list[Any], mark_s: float | None
 ) -> None:
-    """So it is sent to a pod that holds these keys, and it renders in the same way."""
+    """The request is therefore sent to a pod that holds these keys, and renders in the same way."""
     fields = {"model": "m", "system": system, "messages": stored}
     try:
         contents = orjson.loads(parse_new(fields, NOW_S, 100.0).contents)

@@ -111,7 +111,7 @@ def test_each_model_gets_its_part_of_the_conversations_of_each_tenant() -> None:
         names.model("n", DEFAULT, all_served, b"%d" % i) + names.model("m", DEFAULT, all_served, b"%d" % i)
         for i in range(5000)
     ]
-    assert 20 < both.count("bb") < 90  # 50 where the splits have nothing to do with each other
+    assert 20 < both.count("bb") < 90  # 50 if the splits have nothing to do with each other
 
 
 @given(WORDS)
@@ -231,7 +231,7 @@ async def test_a_tenant_needs_the_name_and_the_model_behind_it(tenants_file: str
 
 
 class Adapted(ScriptedEngine):
-    """Lists the adapter `sql` as vLLM does, or does not list it, as SGLang."""
+    """Lists the adapter `sql`, as vLLM does. Without `lists` it does not, like SGLang."""
 
     def __init__(self, pod: str, *, lists: bool) -> None:
         super().__init__(pod, ANSWER, models=["base"])

@@ -21,11 +21,11 @@ PIECES = 30
 """Enough pieces, because Linux does not delay the acknowledgements of a connection's first few."""
 BEGUN = b"!"
 GAP_S = 0.001
-"""Between pieces: no time for an acknowledgement that is delayed."""
+"""The pause between pieces; it leaves no time for a delayed acknowledgement."""
 LATE_S = 0.005
 TRIES = 20
-"""A piece has to be in time in one try only: the machine may be busy with other work in the others. If sockets delay,
-some piece is late in every try."""
+"""A piece has to be in time in only one try, because the machine may be busy with other work in the others. If sockets
+delay, some piece is late in every try."""
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -58,7 +58,7 @@ def test_nodelay_is_set_on_both_sides(loop: Loop) -> None:
 
 
 class Pieces:
-    """An answer in pieces, and how long each piece took to the client."""
+    """An answer in pieces, and how long each piece took to reach the client."""
 
     def __init__(self, content_type: str, pieces: list[tuple[bytes, bytes]]) -> None:
         self._content_type = content_type
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def delay_acknowledgements(client: RawClient) -> None:
-    """Delay acknowledgements as a client does that also sends; Linux returns to prompt ones by itself."""
+    """Delay acknowledgements, as a client that also sends does; Linux returns to prompt ones by itself."""
     if hasattr(socket, "TCP_QUICKACK"):
         client.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 

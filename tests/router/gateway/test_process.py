@@ -242,5 +242,5 @@ async def test_a_background_task_that_dies_ends_the_process_once_streams_are_don
             await process.communicate()
         await engine.stop()
     assert process.returncode == 1
-    assert body.count(b"data: ") == 8, "what streams is finished"
+    assert body.count(b"data: ") == 8, "the running stream is finished"
     assert "the sweep of the index failed: RuntimeError: the sweeper has a defect" in told.decode()

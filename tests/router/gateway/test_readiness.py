@@ -157,7 +157,7 @@ async def test_a_model_scaled_to_zero_is_503_and_one_never_seen_404(monkeypatch:
             assert f'warmroute_gateway_model_engines{{model="{model}"}} {pods}.0' in text
         for model in ("large", "asleep"):
             assert f'warmroute_gateway_unserved_total{{model="{model}"}} 1.0' in text
-        assert "nowhere" not in text, "clients make no time series"
+        assert "nowhere" not in text, "a name that only a client knows makes no time series"
         discovery.put(small, large)
         await gateway.wait_pods(1, "large")
         assert (await gateway.post(ask("large"))).status == 200
@@ -186,7 +186,7 @@ async def test_the_state_of_discovery_is_exported(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("engines", ["x", "-1", "1.5", "", "9999999"])
-async def test_a_count_of_engines_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, engines: str) -> None:
+async def test_an_invalid_count_of_engines_is_refused(monkeypatch: pytest.MonkeyPatch, engines: str) -> None:
     async with following(ScriptedDiscovery(), monkeypatch) as gateway:
         answer = await gateway.get(f"/ready?engines={engines}")
     assert (answer.status, answer.json["error"]["param"]) == (400, "engines")
@@ -201,7 +201,7 @@ async def test_pods_show_their_requests_and_the_prediction_its_error(monkeypatch
         assert (await gateway.post(ask("m"))).status == 200
         text = await text_of(gateway)
         counts = [line for line in text.splitlines() if line.startswith("warmroute_gateway_ttft_error_seconds_count")]
-        assert [line.rsplit(" ", 1)[1] for line in counts] == ["1.0"], "late or early, once"
+        assert [line.rsplit(" ", 1)[1] for line in counts] == ["1.0"], "the error counts once, as late or as early"
         assert 'warmroute_gateway_engine_in_flight{engine="a"} 0.0' in text
         engine.script = stalls_after([event("a")])
         async with gateway.session.post(f"{gateway.url}/v1/completions", json=ask("m")) as answer:

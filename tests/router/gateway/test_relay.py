@@ -1,4 +1,4 @@
-"""The copying of a stream, for any bytes cut anywhere."""
+"""How a stream is copied, for any bytes cut anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gateway accepts, refuses and tells: bounds, models, policies by header, explain, readiness, admin."""
+"""What the gateway accepts, refuses and reports: bounds, models, policies by header, explain, readiness, admin."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ async def test_reset_reaches_every_engine_and_empties_what_is_believed(
 
 
 async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While blocks are in use vLLM answers 200, and tells in the body that it emptied nothing."""
+    """While blocks are in use, vLLM answers 200 and says in the body that it emptied nothing."""
     monkeypatch.setattr(resets, "REPEATED_S", 0.25)
     busy, idle = ScriptedEngine("busy", GOOD), ScriptedEngine("idle", GOOD)
     busy.reset_body, idle.reset_body = b'{"success": false}', b'{"success": true}'
@@ -287,7 +287,7 @@ async def test_a_reset_that_emptied_nothing_forgets_nothing_and_is_repeated(monk
         assert "emptied nothing" in answer.json["pods"]["busy"]
         assert 2 <= busy.resets <= 4
         assert idle.resets == 1
-        assert gateway.app[INDEX].statistics().speculative == believed / 2 > 0, "busy is as warm as before"
+        assert gateway.app[INDEX].statistics().speculative == believed / 2 > 0, "the busy pod is as warm as before"
         busy.reset_body = b'{"success": true}'
         assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
         assert not gateway.app[INDEX].statistics().speculative

@@ -147,7 +147,7 @@ async def test_what_a_pod_kept_is_gone_with_it() -> None:
         await engines["ab".index(first.pod)].stop()
         await gateway.wait_pods(1)
         gone = await gateway.post(more, path=PATH)
-        assert (gone.status, gone.json["error"]["code"]) == (503, "no_engine")  # it may come back
+        assert (gone.status, gone.json["error"]["code"]) == (503, "no_engine")  # the pod may come back
         assert "send the whole conversation" in gone.json["error"]["message"]
         other = ScriptedEngine("c", keeper("c"))
         await other.start(int(engines["ab".index(first.pod)].url.rpartition(":")[2]))
@@ -226,7 +226,7 @@ async def test_a_stream_of_a_conversation_that_a_pod_has_goes_on_nowhere_else(wo
             engine.script = dies_after(told("resp_2", ["Well, "])[:words])
         more = {"model": "m", "input": "And?", "previous_response_id": first.json["id"], "stream": True}
         broken = await gateway.post(more, path=PATH)
-        if words == 1:  # it was only announced
+        if words == 1:  # the response was only announced
             assert (broken.status, broken.json["error"]["type"]) == (502, "upstream_error")
         else:
             assert (broken.pod, broken.is_whole) == (first.pod, False)

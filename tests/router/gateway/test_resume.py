@@ -152,7 +152,7 @@ async def test_it_may_break_anywhere(endpoint: Endpoint, how: Any, words: int) -
     seen = read(answer.body, endpoint)
     assert seen["text"] == "".join(story(5))
     assert (seen["answers"], seen["finish"]) == (1, ["stop"])
-    if not (words == 0 and endpoint is Endpoint.COMPLETIONS):  # nothing at all was sent
+    if not (words == 0 and endpoint is Endpoint.COMPLETIONS):  # in that case nothing was sent, so nothing broke
         assert what == {"ended" if words > WORDS else "resumed": 1.0}
 
 

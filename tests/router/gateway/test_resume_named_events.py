@@ -168,7 +168,7 @@ def read_by_client(endpoint: Endpoint, body: bytes) -> tuple[str, dict[str, Any]
             with client.responses.stream(**asked(endpoint)) as stream:
                 for event in stream:
                     text += event.delta if event.type == "response.output_text.delta" else ""
-                return text, cast(Any, event).response.model_dump()  # its helper for the last one knows no `incomplete`
+                return text, cast(Any, event).response.model_dump()  # the client's own helper knows no `incomplete`
         except openai.APIError:
             return text, None
 
@@ -253,7 +253,7 @@ async def test_no_more_tokens_come_than_were_asked_for(
         sent, why = await read_with_cuts(endpoint, kind, [sum(map(len, events[:i])) + 5], **limit)
         check(endpoint, sent, why, most)
         ended += why == "ended"
-    assert ended, "where only the end is missing, it is written here"
+    assert ended, "if only the end is missing, the gateway writes it"
 
 
 @KINDS

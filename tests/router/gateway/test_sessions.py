@@ -38,7 +38,7 @@ async def test_other_engines_get_the_clients_session() -> None:
 
 
 async def test_a_reset_leaves_what_events_say_to_events() -> None:
-    """Events tell with the engine's next step what is gone, and never repeat what the engine still holds."""
+    """Events of the engine's next step tell what is gone; events never repeat what the engine still holds."""
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 1, "total_tokens": TOKENS + 1}
     answer = answers(200, orjson.dumps({"choices": [], "usage": usage}))
     followed, other = ScriptedEngine("followed", answer), ScriptedEngine("other", answer)
@@ -61,7 +61,7 @@ async def test_a_reset_leaves_what_events_say_to_events() -> None:
         assert set().union(*index.held(FOLLOWED).values()) == held, "the engine has not said that they are gone"
         assert not index.believed(PodId("other"))
 
-        gateway.app[CHOOSER].forget(FOLLOWED, asyncio.get_running_loop().time())  # another gateway tells of a reset
+        gateway.app[CHOOSER].forget(FOLLOWED, asyncio.get_running_loop().time())  # another gateway reports a reset
         assert set().union(*index.held(FOLLOWED).values()) == held
 
         model.clear()

@@ -147,7 +147,7 @@ async def test_a_bomb_is_refused_at_the_bound_and_other_requests_get_their_turn_
 
     async with running(ScriptedEngine("a", GOOD), max_body_bytes=16 * MIB) as gateway, connected(gateway) as client:
         client.send(head(b"Content-Encoding: gzip", b"Content-Length: %d" % len(bomb)) + bomb)
-        while gateway.app[ADMISSION].in_flight != 1:  # noqa: ASYNC110  # turns count here, which `eventually` lets pass
+        while gateway.app[ADMISSION].in_flight != 1:  # noqa: ASYNC110  # `eventually` would let turns pass uncounted
             await asyncio.sleep(0)
         counting = asyncio.create_task(count())
         answer = await client.answer()

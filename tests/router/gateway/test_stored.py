@@ -188,7 +188,7 @@ async def test_one_tenant_never_reaches_anothers_response(tenants_file: str, pod
             refused_turn = await gateway.post({**HI, field: value}, path=PATH, **two)
             assert (refused_turn.status, refused_turn.json["error"]["param"]) == (404, field)
         unknown = await gateway.post({**HI, "previous_response_id": "resp_x"}, path=PATH, **two)
-        assert unknown.status == 404, "a pod was asked that does not know whose it is"
+        assert unknown.status == 404, "a pod that does not know the response's owner was asked"
         assert [len(engine.kept) for engine in engines] == before
         assert not [asked for engine in engines for asked in engine.asked]
         async with gateway.session.get(f"{gateway.url}/v1/responses/{name}", headers=one) as found:
@@ -212,11 +212,11 @@ async def test_another_gateway_finds_it_and_hears_that_it_was_deleted(
 
         async def until(status: int, where: Gateway) -> None:
             async with asyncio.timeout(20):
-                while (await where.get(path)).status != status:  # noqa: ASYNC110  # what Redis has is asked for
+                while (await where.get(path)).status != status:  # noqa: ASYNC110  # Redis can only be polled
                     await asyncio.sleep(0.05)
 
         await until(200, two)
         async with two.session.delete(two.url + path) as deleted:
             assert deleted.status == 200
         await until(404, three)
-        assert (await one.get(path)).status == 404  # it knows the place still: the pod says so
+        assert (await one.get(path)).status == 404  # this gateway still knows the place, and the pod answers 404

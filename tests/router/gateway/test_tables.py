@@ -91,7 +91,7 @@ def new_pod(number: int) -> Pod:
 
 
 def new_foreign_pod(number: int) -> Pod:
-    """Return a pod that publishes nothing; one in three tells no capacity."""
+    """Return a pod that publishes nothing; one in three reports no capacity."""
     pod = Pod("http://pod", PodIdentity(PodId(f"pod-{number:03}"), 1, (ServedModel("m", b"{}"),)))
     if number % 3:
         pod.facts = EngineFacts("vllm", None, 1000 + 100 * (number % 5), 16)

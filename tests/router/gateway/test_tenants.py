@@ -114,7 +114,7 @@ async def test_a_key_is_good_for_its_tenants_models_until_it_expires(folder: Pat
                 continue
             error = answer.json["error"]
             assert error["code"] == {401: error["code"], 403: "model_not_allowed", 404: "model_not_found"}[status]
-            assert (key == "some" and "qwen" in error["message"]) == (model == "qwen"), "others' models are not told"
+            assert (key == "some" and "qwen" in error["message"]) == (model == "qwen"), "others' models are not shown"
             if key == "old":
                 assert (error["code"], "2020-01-01T00:00:00Z" in error["message"]) == ("expired_api_key", True)
         answer = await gateway.post({"prompt": "x"}, **bearer("key-some"))

@@ -111,7 +111,7 @@ async def test_engines_are_spoken_to_by_https_under_their_name_and_shown_a_certi
             async with aiohttp.ClientSession() as session, session.post(f"{own}/v1/completions", json=ask) as answer:
                 assert (answer.status, await answer.json()) == (200, {"choices": [{"text": "fine"}]})
         async with gateway(url, engine_tls_ca_file=ca, engine_tls_server_name=NAME) as (app, _):
-            assert not app[FLEET].pods("m"), "it shows no certificate"
+            assert not app[FLEET].pods("m"), "the gateway shows no certificate"
 
 
 async def test_engines_are_shown_a_certificate_that_was_renewed(
@@ -126,7 +126,7 @@ async def test_engines_are_shown_a_certificate_that_was_renewed(
     files = {"engine_tls_cert_file": str(own_cert), "engine_tls_key_file": str(own_key)}
     settings = {"engine_tls_ca_file": ca, "engine_tls_server_name": NAME, **files}
     async with engine(cert, key, ca) as url, gateway(url, **settings) as (app, _):
-        assert not app[FLEET].pods("m"), "the engine does not know who signed it"
+        assert not app[FLEET].pods("m"), "the engine does not know the signer of the certificate"
         _, known_cert, known_key = pem("gateway.test")
         shutil.copyfile(known_cert, own_cert)
         shutil.copyfile(known_key, own_key)
@@ -215,7 +215,7 @@ async def test_a_running_gateway_takes_a_new_certificate(
     _, other_cert, other_key = pem("two.test")
     certificate = Certificate(client_context(), cert, key)
     following = asyncio.create_task(certificate.follow())
-    shutil.copyfile(other_cert, cert)  # it does not fit its key for a while
+    shutil.copyfile(other_cert, cert)  # the certificate does not fit its key for a while
     await asyncio.sleep(0.2)
     before = certificate._contents
     shutil.copyfile(other_key, key)

@@ -32,7 +32,7 @@ WORDS = ["Four ", "score ", "and seven."]
 
 
 async def listens(request: web.Request) -> web.StreamResponse:
-    """Answers as vLLM's and OpenAI's do, and tells what it heard."""
+    """Answer as vLLM and OpenAI do, and report what was heard."""
     fields = await fields_of(request)
     heard = {name: part.value.decode() for name, part in fields.items() if part.filename is None}
     if heard.get("stream") in ("true", "True"):
@@ -116,7 +116,9 @@ async def test_with_several_models_the_form_is_held_until_it_names_one() -> None
         large = await send(gateway, late("a", bytes(3 * MIB)))
         assert (large.status, large.json["error"]["param"]) == (400, "model")
         assert "model before file" in large.json["error"]["message"]
-        assert (await send(gateway, form(model="a", sound=bytes(3 * MIB)))).status == 200, "in front it is not held"
+        assert (await send(gateway, form(model="a", sound=bytes(3 * MIB)))).status == 200, (
+            "a form that begins with its model is not held"
+        )
 
 
 async def test_a_late_model_that_is_another_one_ends_the_upload() -> None:

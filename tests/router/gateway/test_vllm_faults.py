@@ -62,7 +62,7 @@ async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any
         burst = await asyncio.gather(*(gateway.post(fields) for _ in range(60)))
         ended = await asyncio.gather(*begun)
         await asyncio.sleep(0.5)  # five probes
-        assert up(gateway) == [stays.url], "it is not probed back in"
+        assert up(gateway) == [stays.url], "probes do not bring the pod back"
         told = len(drains.received)
         late = [await gateway.post(fields) for _ in range(4)]
         assert len(drains.received) == told
@@ -76,7 +76,7 @@ async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any
     for answer in (*begun_answers(burst), *ended, *late):
         assert (text_of(answer) if fields is STREAM else answer.json["choices"][0]["text"]) == TEXT
     assert (shown["ejected"], shown["failed_in_a_row"]) == (False, 0)
-    assert shown["leaving"] or dev  # its own word reaches the probe first, where it has one
+    assert shown["leaving"] or dev  # with `dev` the probe may hear of the drain before any request does
 
 
 async def begun_at(gateway: Gateway, pod: VllmPod, fields: dict[str, Any]) -> asyncio.Task[Answer]:
@@ -154,7 +154,7 @@ async def test_a_stream_of_a_pod_that_fails_in_its_own_words_goes_on_elsewhere(h
     assert text_of(answer).endswith(" w0 w1 w2")
     assert b"EngineCore" not in answer.body
     asked = next(body for body in (orjson.loads(r.body) for r in good.received) if " w0" in body["prompt"])
-    assert asked["prompt"].startswith("x" * 600 + " w0"), "it goes on from there"
+    assert asked["prompt"].startswith("x" * 600 + " w0"), "the stream goes on from there"
 
 
 @pytest.mark.parametrize("how", ["dead", "aborting"])
@@ -176,7 +176,7 @@ async def test_if_no_pod_can_go_on_the_stream_ends_with_an_error_and_no_done(how
 
 
 @pytest.mark.parametrize("how", ["dead", "aborting"])
-async def test_a_whole_answer_that_is_none_is_asked_for_elsewhere(how: str) -> None:
+async def test_a_whole_answer_that_fails_is_asked_for_elsewhere(how: str) -> None:
     fails, good = VllmPod("fails", 2_000, gap_s=0.05), VllmPod("good")
     async with running(fails, good) as gateway:
         call = await begun_at(gateway, fails, WHOLE)
@@ -201,7 +201,7 @@ async def test_an_answer_that_was_given_up_comes_from_a_full_pod_if_there_is_no_
     async with running(gives_up, full) as gateway:
         running_one = await begun_at(gateway, full, STREAM)
         assert {(await gateway.post(STREAM)).status for _ in range(4)} == {200}
-        assert shown_of(gateway, full.url).pod.in_flight == 1, "it is full by what it has refused"
+        assert shown_of(gateway, full.url).pod.in_flight == 1, "the pod counts as full because it has refused requests"
         full.most, gives_up.aborting = None, True
         answers = await asyncio.gather(*(gateway.post(STREAM) for _ in range(2)))
         assert {text_of(answer)[:3] for answer in (*answers, await running_one)} == {" w0"}
@@ -271,7 +271,7 @@ async def test_a_pod_that_computes_for_long_is_not_taken_to_sleep(monkeypatch: p
         await eventually(lambda: busy.naps_asked > 4)
         assert len(up(gateway)) == 2
         assert text_of(await call) == text_of(other_call) == TEXT
-        assert len(busy.received) == len(other.received) == 1, "it was answered where it began"
+        assert len(busy.received) == len(other.received) == 1, "each request was answered by the pod that began it"
         busy.core_is_busy = False
         await check_no_noise(gateway)
     assert busy.naps_asked < 40
@@ -322,7 +322,7 @@ async def test_a_stream_that_breaks_after_early_usage_teaches_nothing_of_answers
     pod = VllmPod("pod", 2_000, gap_s=0.05, forced_usage=True)
     async with running(pod, policy="cache_aware", resume_streams=resume) as gateway:
         call = await begun_at(gateway, pod, STREAM)
-        pod.aborting = True  # its last event tells an account of all that it made
+        pod.aborting = True  # the last event counts all tokens made so far
         answer = await call
         assert b'"completion_tokens"' in answer.body
         assert output_tokens(gateway) == PRIOR_OUTPUT_TOKENS

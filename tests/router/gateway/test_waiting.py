@@ -66,7 +66,7 @@ async def queued(gateway: Gateway, count: int, tasks: list[asyncio.Task[Answer]]
 
 
 def prompts(engine: ScriptedEngine) -> list[int]:
-    """The numbers of `queued`'s prompts, as the engine got them."""
+    """The numbers of `queued`'s prompts, in the order in which the engine got them."""
     return [int(r.body.split(b"number ")[1].split(b'"')[0]) for r in engine.received if b"number " in r.body]
 
 
@@ -219,7 +219,7 @@ async def test_a_first_token_that_cannot_come_in_time_is_refused_at_once() -> No
 
 
 @pytest.mark.parametrize("value", ["", "high", "1.5", "1", "-10", "99999999999999999999"])
-async def test_a_priority_that_is_none_or_not_allowed_is_refused_by_name(value: str) -> None:
+async def test_a_priority_that_is_invalid_or_not_allowed_is_refused_by_name(value: str) -> None:
     async with running(ScriptedEngine("pod-0", streams(GOOD))) as gateway:
         answer = await gateway.post(ask(), **{headers.PRIORITY: value})
         assert answer.status == 400
@@ -228,7 +228,7 @@ async def test_a_priority_that_is_none_or_not_allowed_is_refused_by_name(value: 
 
 
 @pytest.mark.parametrize("value", ["", "0", "-5", "soon", "2.5", "10000000"])
-async def test_a_time_that_is_none_is_refused_by_name(value: str) -> None:
+async def test_an_invalid_time_is_refused_by_name(value: str) -> None:
     async with running(ScriptedEngine("pod-0", streams(GOOD))) as gateway:
         answer = await gateway.post(ask(), **{headers.TTFT_SLO: value})
         assert answer.status == 400

@@ -33,12 +33,12 @@ class VllmPod(ScriptedEngine):
         self.gap_s = gap_s
         self.dev = dev
         self.forced_usage = forced_usage
-        """As with --enable-force-include-usage: every event tells usage, early events without cached tokens."""
+        """As with --enable-force-include-usage: every event has usage, but early events have no cached tokens."""
         self.cached_tokens = 96
         self.draining = False
         self.asleep = False
         self.says_so = True
-        """False: no probe has seen it yet, as between two probes."""
+        """False: a probe does not see that it sleeps, as between two probes."""
         self.dead = False
         self.aborting = False
         """Running requests are given up, without notice before the first token: SIGTERM without --shutdown-timeout,
@@ -66,7 +66,7 @@ class VllmPod(ScriptedEngine):
             return web.json_response({"detail": "Not Found"}, status=404)
         if self.draining:
             return web.Response(status=500, body=error("Server shutting down"), content_type="application/json")
-        while self.core_is_busy:  # noqa: ASYNC110  # as it is: the core answers between steps
+        while self.core_is_busy:  # noqa: ASYNC110  # as in vLLM, the core answers between steps
             await asyncio.sleep(0.01)
         return web.json_response({"is_sleeping": self.asleep and self.says_so})
 
@@ -82,7 +82,7 @@ class VllmPod(ScriptedEngine):
             body = error(FULL, "Service Unavailable", 503)
             return web.Response(status=503, body=body, content_type="application/json")
         self.hung += 1
-        while self.asleep:  # noqa: ASYNC110  # it takes requests and answers none
+        while self.asleep:  # noqa: ASYNC110  # a pod that sleeps takes requests and answers none
             await asyncio.sleep(0.01)
         self.hung -= 1
         await asyncio.sleep(self.prefill_s)

@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 class Cache:
-    """A pod with so many tokens: keys, and each request's tokens without a key, evicted in the order of last use."""
+    """A pod with room for `capacity` tokens: keys, and each request's tokens without a key; it evicts as LRU does."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -107,7 +107,7 @@ def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None
 
 @pytest.mark.parametrize("told", [None, 2.0, 1.0, 0.7])
 def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
-    """A cache holds some 8 of 12 equally popular prefixes; the pod tells no size, or a wrong one."""
+    """A cache holds some 8 of 12 equally popular prefixes; the pod reports no size, or a wrong one."""
     capacity = 8 * 12 * KEY_TOKENS
     rng = random.Random(1)
     cache, index = Cache(capacity), PrefixIndex()
@@ -136,7 +136,7 @@ def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
     room.given_up([PrefixKey(2)], 4000.0)
     assert room.was_held(PrefixKey(1))
     assert room.capacity_tokens == pytest.approx(9400)
-    assert not room.was_held(PrefixKey(1))  # it is not given up any more
+    assert not room.was_held(PrefixKey(1))  # the key no longer counts as given up
     for _ in range(1000):
         room.was_evicted(0.0)
     assert room.capacity_tokens == 10_000 / 16
@@ -168,7 +168,7 @@ def test_ghosts_and_losses_are_bounded() -> None:
 def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_order_of_their_use(
     requests: list[tuple[int, int]], limit: int
 ) -> None:
-    """`requests`: blocks of loose tokens, and seconds since the request before. A pod that tells no capacity never
+    """`requests`: blocks of loose tokens, and seconds since the request before. A pod that reports no capacity never
     gives up anything for lack of room, so only the requests count."""
     room = Room(limit)
     now_s, exact = 0, dict[int, int]()
@@ -221,7 +221,7 @@ def test_a_room_begins_with_what_another_gateway_has_learnt_of_the_pod() -> None
     for pod in (POD, other):
         index.speculate(pod, prompt(1, 4), 0.0, math.inf, taken(4, 0, 2000))
     assert index.learnt_room(POD) == (3000.0, 2000)
-    assert index.learnt_room(other) == (4000.0, 2000)  # never more than twice of what was told
+    assert index.learnt_room(other) == (4000.0, 2000)  # never more than twice what was reported
     index.speculate(POD, prompt(1, 4), 1.0, math.inf, taken(4, 0, 4000))  # a larger cache of the same kind
     assert index.learnt_room(POD) == (6000.0, 4000)
     assert index.learnt_room(PodId("new")) is None

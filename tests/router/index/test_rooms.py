@@ -107,4 +107,4 @@ def test_a_watcher_that_has_left_hears_nothing() -> None:
     rooms.set(PODS[0], 5.0)
     rooms.unwatch(watcher)
     rooms.set(PODS[0], 6.0)
-    assert heard == [(PODS[0], 5.0)], "and of each change once"
+    assert heard == [(PODS[0], 5.0)], "a watcher hears of each change once"

@@ -190,7 +190,7 @@ async def test_top_prints_the_fleet(no_blocking_calls: BlockBuster) -> None:
 # -- a real browser -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium, a package of Debian's")
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium, a Debian package")
 async def test_a_browser_draws_it_at_every_width_in_light_and_dark(
     tmp_path: Path, no_blocking_calls: BlockBuster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What is counted for viewers: hot prefixes, decisions, curves. It changes no decision and is bounded."""
+"""What is counted for viewers: hot prefixes, decisions, curves. Counting changes no decision and is bounded."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_few_decisions_are_kept_of_each_second(arrivals: list[tuple[float, bool]
             ended.append(now_s)
     assert log.seen == len(arrivals)
     assert len(log.kept) <= KEPT
-    for at_s in ended:  # a second of the log's begins with the first request after the last one
+    for at_s in ended:  # a second of the log begins with the first request after the previous second
         assert sum(at_s <= other < at_s + 1.0 for other in ended) <= 2 * PER_S
 
 

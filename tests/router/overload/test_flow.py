@@ -39,8 +39,8 @@ def test_without_sessions_the_deadline_alone_decides(asked: list[tuple[int, floa
 def test_a_polite_session_waits_for_no_more_of_a_greedy_one_than_of_itself(
     greedy: list[int], polite: list[tuple[int, int]]
 ) -> None:
-    """In tokens: what the session gets itself, and one request of the greedy one. All greedy requests were there
-    before."""
+    """The bound in tokens is what the session gets itself, and one request of the greedy session. All greedy requests
+    came first."""
     first = [waiting(tokens=tokens, session=GREEDY) for tokens in greedy]
     later = [waiting(tokens=tokens, session=session) for session, tokens in polite]
     queue = full([*first, *later])
@@ -130,8 +130,8 @@ def test_nothing_is_lost_whatever_comes_and_goes(steps: list[tuple[bool, int, in
 def test_in_time_a_polite_request_waits_for_a_greedy_one_and_the_other_polite_ones(
     greedy: list[int], polite: list[tuple[int, int, int]]
 ) -> None:
-    """The engine takes one request at a time, a millisecond a token. A request waits for the greedy session's running
-    request, and for one more of them for each request of its own session ahead of it."""
+    """The engine takes one request at a time, a millisecond a token. A request waits for the running greedy request,
+    and for one more greedy request for each request of its own session ahead of it."""
     line = Line(LineLimits(1000, 2**20))
     for tokens in greedy:
         line.enter(waiting(tokens=tokens, session=GREEDY), 0.0)

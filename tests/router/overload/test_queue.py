@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.inside)
     @rule(place=st.integers(0, MAX_REQUESTS - 1))
     def serve(self, place: int) -> None:
-        """Serve mostly the first, sometimes one further back, as if no pod suits those ahead of it."""
+        """Serve mostly the first request, sometimes one further back, as if no pod suited the requests ahead of it."""
         order = list(self.queue.order())
         request = order[min(place, len(order) - 1)]
         self.queue.serve(request)

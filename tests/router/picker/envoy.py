@@ -48,9 +48,9 @@ def config(
     retries: int = 0,
     subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`engines`: Envoy's own list of endpoints, from which one is picked; None: it goes wherever the picker says.
+    """`engines`: Envoy's own list of endpoints, from which one is picked; None: Envoy goes wherever the picker says.
 
-    `mode`: how bodies are sent; `answers`: another mode for those of answers. `subset`: endpoints it always allows.
+    `mode`: how bodies are sent; `answers`: another mode for bodies of answers. `subset`: endpoints always allowed.
     """
     bodies = answers or mode
     filters: list[dict[str, Any]] = []

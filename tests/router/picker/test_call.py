@@ -96,7 +96,7 @@ async def test_the_body_goes_on_with_trailers_behind_it() -> None:
 
 
 async def test_a_body_that_the_gateway_rewrites_has_its_own_length() -> None:
-    """Without the aliases: an engine gets the model's own name."""
+    """The gateway replaces an alias: an engine gets the model's own name."""
     for mode in MODES:
         async with running(*engines(1), model_alias=["gpt=m"]) as gateway, Talk(gateway) as talk:
             sent = gzip.compress(orjson.dumps({"model": "gpt", "prompt": "x"}))

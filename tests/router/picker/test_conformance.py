@@ -1,7 +1,7 @@
 """The conformance tests of the Gateway API Inference Extension that involve a picker, behind a real Envoy.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/conformance/tests. The suite itself tests a
-gateway, in a cluster. These tests ask the picker the same by the same headers, and as often. The suite's other tests
+gateway in a cluster. These tests ask the picker the same with the same headers, and as often. The suite's other tests
 are about what a gateway's controller says of pools and routes. Two are in test_envoy.py: EppUnAvailableFailOpen (a
 picker that is killed) and GatewayDestinationEndpointServed (fallbacks).
 """

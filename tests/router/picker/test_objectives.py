@@ -64,7 +64,7 @@ async def test_an_objective_below_zero_is_shed_at_once_and_others_wait(tmp_path:
     async with picking(tmp_path, ScriptedEngine("a", answers(200))) as gateway:
         async with Talk(gateway) as alone:
             await alone.ask(ASKED, **{NAMED: "batch"})
-            assert alone.picked, "where there is room it is served"
+            assert alone.picked, "if there is room, the request is served"
             await end(alone)
         async with busy(gateway), contextlib.AsyncExitStack() as stack:
             async with Talk(gateway) as shed:
@@ -146,7 +146,7 @@ async def test_no_tenant_gains_more_than_it_may(tmp_path: Path) -> None:
                 seen[name] = (exchange.inbound.priority, exchange.is_sheddable, exchange.flow)
                 await end(talk)
         assert seen == {"low": (-1, False, "low"), "high": (3, False, "high")}, (
-            "nor is one shed that its objective does not"
+            "no request is shed unless its objective says so"
         )
 
 
@@ -175,7 +175,7 @@ async def test_a_pool_without_objectives_is_a_pool(tmp_path: Path) -> None:
 
 
 async def test_ranks_at_several_ports_are_picked_each_by_itself(tmp_path: Path) -> None:
-    """As in the conformance suite's test of data parallelism: by a pod's address alone, or by one port of it."""
+    """As in the conformance suite's test of data parallelism: by a pod's address alone, or by one of its ports."""
     engines = [ScriptedEngine(None, answers(200)) for _ in range(3)]
     async with picking(tmp_path, *engines, ext_proc_test_headers=True) as gateway:
         assert len(gateway.app[FLEET].pods("m")) == 3

@@ -32,7 +32,7 @@ def test_what_runs_is_loaded_and_stays_so_until_others_take_its_place() -> None:
     adapters.seen(2, frozenset({"sql"}), frozenset())
     assert (adapters.setup_s("sql"), adapters.setup_s("law")) == (0.0, LOAD_S)
     adapters.seen(2, frozenset(), frozenset())
-    assert adapters.setup_s("sql") == 0.0, "nobody took its place"
+    assert adapters.setup_s("sql") == 0.0, "no other adapter took its place"
     adapters.used("law")
     assert adapters.setup_s("law") == adapters.setup_s("sql") == 0.0
     adapters.used("med")
@@ -79,7 +79,7 @@ def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_m
     assert chosen(pod("a", adapter_s=LOAD_S), pod("b", wait_s=1.0)) == "a"
     assert chosen(pod("a", adapter_s=LOAD_S, held=7000), pod("b"), tokens=8000) == "a", "0.7 s of prefill"
     assert chosen(pod("a", adapter_s=LOAD_S, held=100), pod("b"), tokens=500) == "b", "0.01 s of prefill"
-    assert chosen(pod("a", adapter_s=LOAD_S), pod("b"), tokens=20_000) == "b", "long prompts make no tie of it"
+    assert chosen(pod("a", adapter_s=LOAD_S), pod("b"), tokens=20_000) == "b", "long prompts make no pods equal"
 
 
 @given(st.lists(st.floats(-10, 100), max_size=60))
@@ -125,7 +125,7 @@ def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes
 def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_takes(
     load_s: float, waits: tuple[float, float], tokens: int
 ) -> None:
-    """So a hot adapter comes to a second pod, however long a load is known to take, and stays on one pod if the queue
+    """A hot adapter thus comes to a second pod, however long a load is known to take, and stays on one pod if the queue
     there is short. Scores closer than the request's own prefill count as equal, because no prediction is better."""
     has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
     slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s

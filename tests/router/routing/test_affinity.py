@@ -126,7 +126,7 @@ def after_popular_traffic() -> tuple[AffinityGroups, set[PodId]]:
 
 
 def test_a_prompt_that_no_pod_holds_goes_to_the_least_loaded_pod_even_in_the_group() -> None:
-    """Unless that pod has had more than its share already."""
+    """This does not hold if that pod has already had more than its share."""
     policy, group = after_popular_traffic()
     idle = [
         [replace(pod, in_flight_uncached_tokens=0 if pod.pod_id == name else 500) for pod in PODS]
@@ -241,7 +241,7 @@ def test_a_group_that_does_not_come_out_in_whole_pods_burdens_none_of_them() -> 
 
 
 def test_conversations_stay_where_they_are_while_groups_change() -> None:
-    """The popular prompt's share falls from one half to a fifth, and its group with it."""
+    """The popular prompt's share falls from one half to a fifth, and its group shrinks with it."""
     policy = groups_policy()
     drive(policy, 0.5, 0.0, count=300)
     owned = policy._groups.owned[keys(1)[-1]]

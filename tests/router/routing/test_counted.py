@@ -1,4 +1,4 @@
-"""An engine's metrics correct the others' share, and nothing that this gateway knows by itself."""
+"""An engine's metrics correct the load from other gateways, and nothing that this gateway knows by itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_requests_beyond_those_known_here_are_others() -> None:
     count(state, Counts(running=4, waiting=3))
     seen = view(state, 10.0)
     assert seen.in_flight == 7
-    assert seen.in_flight_uncached_tokens > 2 * 800, "one of those that wait is of others: two are ours"
+    assert seen.in_flight_uncached_tokens > 2 * 800, "one waiting request is another gateway's, and two are ours"
     assert seen.decoding == 1 + 3
 
 
@@ -60,7 +60,7 @@ def test_a_request_that_begins_or_ends_while_a_page_arrives_counts_once(
         state.finished(str(number), now_s=10.0)
     for number in range(begun):
         state.sent(f"new {number}", prompt_tokens=10, uncached_tokens=10, output_tokens=1, now_s=10.0)
-    told = min(at_the_page, first + begun)  # at any moment of the page: all of them are this gateway's
+    told = min(at_the_page, first + begun)  # whenever the page was made, all requests on it are this gateway's
     state.counted(Counts(told, 0), since, capacity_tokens=None, now_s=10.0)
     assert view(state, 10.0).in_flight == max(0, first - ended) + begun
 

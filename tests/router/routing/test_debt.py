@@ -171,7 +171,7 @@ def test_a_copy_by_another_gateway_is_what_was_owed() -> None:
     assert account is not None
     debts.book(account, 4.0, 0.0, lacking=7)
     assert debts.owed_s(account, 0.0, lacking=7) == 4.0
-    assert debts.owed_s(account, 0.0, lacking=8) == 4.0, "one evicted it"
+    assert debts.owed_s(account, 0.0, lacking=8) == 4.0, "one pod evicted the copy"
     assert debts.owed_s(account, 0.0, lacking=6) == 0.0
     debts.book(account, 4.0, 0.0, lacking=6)
     assert debts.owed_s(account, 0.0, lacking=6) == 4.0, "what later requests lose is owed for the next copy"

@@ -30,7 +30,7 @@ WEIGHTS = Weights(0.2, 0.5, 0.05, 0.05, 0.05, 0.5)
 PROMPT = 8000
 fetch_costs = st.builds(FetchCost, st.sampled_from([0.0, 1e-3, 0.05]), st.sampled_from([0.0, 1e-6, 2e-5, 1e-4, 1e-2]))
 SHARED_S, SHARED_TOKEN_S = st.sampled_from([0.0, 1e-3, 0.05]), st.sampled_from([1e-6, 2e-5, 1e-4, 1e-2])
-"""A pod with tokens to fetch from the shared tier has told what a fetch costs."""
+"""A pod with tokens to fetch from the shared tier has reported what a fetch costs."""
 
 
 @st.composite
@@ -94,7 +94,7 @@ def test_a_fast_tier_is_worth_going_to_and_a_slow_one_is_not() -> None:
 
 
 def fleet(shared_token_s: float, *, holders: int = 1, waits_s: float = 0.03) -> list[PodView]:
-    """Return pods. The first `holders` have the prompt in the pool and a queue. All tell the same shared tier."""
+    """Return pods. The first `holders` have the prompt in the pool and a queue. All report the same shared tier."""
     fetch = FetchCosts(shared=FetchCost(0.0, shared_token_s))
     pods = [
         PodView(PodId(f"pod-{i}"), 1990 if i < holders else 256, cost=COST, prefill_free_at_s=100.0) for i in range(4)
@@ -116,7 +116,7 @@ def test_other_pods_fetch_what_one_pod_holds_if_that_is_faster() -> None:
         pods = fleet(token_s) if token_s else [PodView(PodId("a"), 1990), PodView(PodId("b"), 256)]
         assert [pod.shared_tokens for pod in pods[1:]] == [1734 if fetches else 0] * len(pods[1:]), token_s
         assert pods[0].shared_tokens == 0
-        assert [pod.matched_tokens for pod in pods] == [1990, *[256] * len(pods[1:])], "what it holds is told apart"
+        assert [pod.matched_tokens for pod in pods] == [1990, *[256] * len(pods[1:])], "a pod's own tokens count apart"
         assert [pod.matched_tokens for pod in reaching(pods)[1:]] == [1990 if fetches else 256] * len(pods[1:])
 
 

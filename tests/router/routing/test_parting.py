@@ -81,7 +81,7 @@ def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
 
 
 def test_unseen_work_grows_with_what_others_send_and_with_delay() -> None:
-    assert unseen_s(1.0, 0.01) == pytest.approx(0.01, rel=0.05)  # a second of prefill a second, so much of it unseen
+    assert unseen_s(1.0, 0.01) == pytest.approx(0.01, rel=0.05)  # a second of prefill a second, 10 ms of it unseen
     assert unseen_s(2.0, 0.01) > unseen_s(1.0, 0.01) > unseen_s(1.0, 0.005) > 0
 
 
@@ -145,7 +145,7 @@ def test_guests_go_where_the_owner_goes_last_and_do_not_meet(is_warm: bool) -> N
 
 
 def test_a_guest_passes_by_a_gateway_that_has_one_idle_pod() -> None:
-    """The owner may have taken that pod already, without having told."""
+    """The owner may have taken that pod already, although it has not said so."""
     assert chosen_by_guest("a", {0, 1, 2, 3, 4}, 12, is_warm=True) == 8
 
 

@@ -1,4 +1,4 @@
-"""What the gateway learns of a pod."""
+"""What the gateway learns about a pod."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_row_stands_while_its_report_is_fresh_and_not_beyond() -> None:
 
 
 def test_an_old_report_about_own_requests_invents_no_other_gateway() -> None:
-    """The pod counted them 50 ms ago and may count shared prefixes twice; one request had its first token since."""
+    """The pod counted them 50 ms ago and may count shared prefixes twice; one request has had its first token since."""
     state = reporting()
     for name in "abc":
         send(state, name, 1000, 1.0)
@@ -223,7 +223,7 @@ def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile
     state.finished("a", now_s=2.012)
     assert view(state, 2.012).prefill_free_at_s == pytest.approx(2.012 + 0.005 + 0.010, abs=1e-4)
     state.finished("b", now_s=2.018)
-    assert view(state, 2.018).prefill_free_at_s == pytest.approx(2.012 + 0.005 + 0.010, abs=1e-4), "it is in this step"
+    assert view(state, 2.018).prefill_free_at_s == pytest.approx(2.012 + 0.005 + 0.010, abs=1e-4), "c is in this step"
 
 
 def test_a_report_takes_no_step_from_what_waits() -> None:

@@ -75,7 +75,7 @@ def chosen(name: str, request: RequestInfo, pods: Sequence[PodView]) -> PodId:
 
 
 def nearly_best(scores: Sequence[PodScore], tie: float = 0.6) -> list[int]:
-    """Return the pods with the lowest score, and for `predicted_ttft` those that README.md counts as equal to it."""
+    """Return the pods with the lowest score, and for `predicted_ttft` the pods that README.md counts as equal."""
     best = min(range(len(scores)), key=lambda i: scores[i].score)
     own_s = max(score.parts.get("own_s", 0.0) for score in scores if score.score == scores[best].score)
     warm = [i for i, score in enumerate(scores) if "tied_uneven_s" in score.parts] or range(len(scores))
@@ -129,7 +129,7 @@ def test_a_chosen_pod_with_a_worse_score_says_why(requests: list[RequestInfo], p
 def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
     parting: Parting | None, matched: int
 ) -> None:
-    """A pod that decodes is as good by its score, and its turn is longer ago."""
+    """The pod that decodes has an equally good score, and its last turn is longer ago."""
     policy = make_policy("predicted_ttft")
     decoding = PodView(PodId("decoding"), matched_tokens=matched, cost=COST, in_flight=1, decoding=1)
     idle_pod = PodView(PodId("idle"), matched_tokens=matched, cost=COST)
@@ -187,7 +187,7 @@ def test_constants_that_change_count_with_the_next_request(request: RequestInfo,
 def test_pods_that_share_their_constants_count_as_those_with_equal_ones(
     request: RequestInfo, pods: list[PodView]
 ) -> None:
-    """All pods have the constants that were learnt of them together."""
+    """All pods have the constants that were learnt from all of them together."""
     shared = [replace(pod, cost=COST) for pod in pods]
     equal = [replace(pod, cost=replace(COST)) for pod in pods]
     policies = [make_policy("predicted_ttft"), make_policy("predicted_ttft")]
@@ -338,7 +338,7 @@ def test_a_fleet_of_which_little_is_known_counts_as_equally_fast() -> None:
 def test_a_pod_that_never_served_is_predicted_as_soon_as_an_idle_one_that_did(
     overhead_s: float, factor: float, held: int
 ) -> None:
-    """One pod tells the time of a step. The other is known only by a fit, which has a step's fixed part elsewhere."""
+    """One pod reports the time of a step. The other is known by a fit, which puts a step's fixed part elsewhere."""
     told = replace(idle(1)[0], cost=COST, matched_tokens=held)
     fitted = StepCost(token_s=factor * COST.token_s)
     untold = replace(told, pod_id=PodId("new"), cost=fitted, cost_is_prior=True, overhead_s=overhead_s)
@@ -347,7 +347,7 @@ def test_a_pod_that_never_served_is_predicted_as_soon_as_an_idle_one_that_did(
 
 @given(overhead_s=st.floats(0.0, 0.1), spread=st.floats(0.9, 1.1))
 def test_the_fixed_part_of_a_step_counts_once_whoever_tells_it(overhead_s: float, spread: float) -> None:
-    """Three pods are about equally fast: two are known by a fit, and one tells its constants."""
+    """Three pods are about equally fast: two are known by a fit, and one reports its constants."""
     fitted = replace(idle(1)[0], cost=StepCost(token_s=28e-6), overhead_s=overhead_s)
     told = replace(idle(1)[0], pod_id=PodId("told"), cost=replace(COST, token_s=spread * COST.token_s))
     assert idle_ttfts_s([fitted, replace(fitted, pod_id=PodId("other")), told]) == pytest.approx(
@@ -406,7 +406,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 def test_pods_take_turns_if_traffic_shares_nothing() -> None:
-    """With any queues below a prefill's time, each pod is last chosen about as long ago as any other."""
+    """With any queues below a prefill's time, each pod's last turn is about as long ago as any other's."""
     policy, counts = make_policy("predicted_ttft"), Counter[PodId]()
     for number in range(400):
         now_s = NOW_S + 0.01 * number

@@ -82,7 +82,7 @@ def test_two_in_a_row_are_enough_if_the_wait_for_the_prefix_exceeds_its_prefill(
     assert policy.choose(request(0, 1), PODS[:1]).pod == 0
     assert (policy.choose(request(0, 2), pods).pod != 0) == (queued > held)
     other = replace(PODS[0], matched_tokens=held, in_flight_uncached_tokens=3000)
-    assert policy.choose(request(1, 3), [other, *PODS[1:]]).pod == 0, "the first of its prefix stays where it lies"
+    assert policy.choose(request(1, 3), [other, *PODS[1:]]).pod == 0, "the first request goes where its prefix lies"
 
 
 def test_a_prompt_that_goes_on_from_the_last_one_or_repeats_it_makes_no_pair() -> None:

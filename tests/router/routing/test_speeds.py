@@ -1,4 +1,4 @@
-"""What answers teach about the speed of pods that do not tell it: equal pods stay equal, unlike pods do not."""
+"""What answers teach about the speed of pods that do not report it: equal pods stay equal, unlike pods do not."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Pods:
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
-    """In a third of the spells of two seconds a pod is at least 1.8 times as fast or slow, and so is a third of the
-    answers."""
+    """In a third of the spells of two seconds, a pod is at least 1.8 times as fast or slow. A third of its answers
+    varies as much on top of that."""
     pods, aparts = Pods(noise=0.6, seed=seed), []
     for until_s in range(105, 220, 5):
         pods.answer(until_s)
@@ -124,7 +124,7 @@ def test_own_constants_count_for_more_than_any_answers() -> None:
     pods.answer(120)
     assert pods.speeds[0].cost is cost
     assert (pods.speeds[0].overhead_s, pods.speeds[0].spread) == (0.0, 0.0)
-    assert pods.speeds[1].cost.token_s == pytest.approx(TOKEN_S, rel=0.15), "what one pod tells is not the other's"
+    assert pods.speeds[1].cost.token_s == pytest.approx(TOKEN_S, rel=0.15), "one pod's report does not count for both"
 
 
 def test_the_pods_of_a_pool_hear_when_its_constants_change() -> None:
@@ -197,7 +197,7 @@ def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
 
 @pytest.mark.parametrize("computed", [1500, 40])
 def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(computed: int) -> None:
-    """vLLM tells at the end of an answer what it reused. Half of each prompt was believed cached; none or all was."""
+    """vLLM reports at the end of an answer what it reused. Half of each prompt was believed cached; none or all was."""
     state, now_s = PodState(), 0.0
     for i in range(60):
         believed = 40 if i % 2 else 1500
@@ -212,7 +212,7 @@ def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(compute
 
 
 def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> None:
-    """A gateway that has just started predicts as the gateway that it replaces, also for an unlike pod."""
+    """A gateway that has just started predicts what the gateway before it would predict, even for an unlike pod."""
     old = Pods(noise=0.3, slower=4.0, seed=2)
     old.answer(190)
     speeds, names = Speeds(), [PodId("a"), PodId("b")]

@@ -33,17 +33,17 @@ def wait_s(pod: PodState, now_s: float) -> float:
 
 
 @given(st.integers(1, 20_000), st.floats(0.0, LOST_S - 0.01))
-def test_it_counts_as_late_by_what_the_way_of_the_news_does_not_explain(tokens: int, late_s: float) -> None:
+def test_a_pod_counts_as_late_except_for_the_time_that_news_takes(tokens: int, late_s: float) -> None:
     pod, due_s = asked(tokens)
     found_s = wait_s(pod, due_s + late_s)
     if late_s <= TOLD_S:
         assert found_s <= 1e-9
     else:
-        assert late_s - TOLD_S <= found_s + 1e-9 <= late_s - TOLD_S + 0.1, "and a step"
+        assert late_s - TOLD_S <= found_s + 1e-9 <= late_s - TOLD_S + 0.1, "plus a step at most"
 
 
 @pytest.mark.parametrize("ends", [PodState.began_elsewhere, PodState.finished_elsewhere])
-def test_news_of_it_ends_that(ends: object) -> None:
+def test_news_of_the_request_ends_its_lateness(ends: object) -> None:
     pod, due_s = asked()
     assert wait_s(pod, due_s + 1.0) > 0.5
     ends(pod, "theirs", now_s=due_s + 1.0)  # type: ignore[operator]

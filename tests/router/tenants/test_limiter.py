@@ -124,7 +124,7 @@ async def test_at_the_limit_requests_are_refused_without_asking_each_time() -> N
         for _ in range(100):
             assert await offer(limiter, who, 5) == 0
             await asyncio.sleep(0.01)
-        assert len(shared.reports) - asked <= 10, "in one second, a few times in each period of a quarter"
+        assert len(shared.reports) - asked <= 10, "a second has four periods, with a few reports in each"
 
 
 async def test_every_use_is_told_once() -> None:

@@ -99,7 +99,7 @@ def test_isolation_needs_a_secret() -> None:
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_no_other_error_leaves_it(content: bytes) -> None:
+def test_any_bytes_are_read_or_raise_a_tenant_file_error(content: bytes) -> None:
     for text in (content, FULL.encode().replace(b"600", content), b"tenants: " + content):
         with contextlib.suppress(TenantFileError):
             assert all(isinstance(tenant, Tenant) for tenant in parse(text))
@@ -154,7 +154,7 @@ def test_no_two_tenants_have_one_salt(other: str, own: str) -> None:
     assert salt != isolation.salt(isolated("a"), own)
 
 
-def test_a_short_secret_is_none() -> None:
+def test_a_short_secret_is_refused() -> None:
     with pytest.raises(UnusableFile, match="at least 32 bytes") as refused:
         parse_secret(Path("secret"), b"not-so-secret\n")
     assert "not-so" not in str(refused.value)
