@@ -59,7 +59,7 @@ def _sum_in_one_order() -> None:
 
 
 def _replace_the_language_once() -> None:
-
+    """Replace the functions of Triton's language once and for all.
 
     The interpreter replaces some 600 of them at every launch, and at every call of a function in a kernel. A process
     that interprets never needs the originals, which are for compiling.

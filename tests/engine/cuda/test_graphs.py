@@ -168,5 +168,5 @@ def test_any_other_error_is_none_of_memory() -> None:
 
 
 def test_the_inputs_are_as_large_as_planned() -> None:
-    # Two int64, two int32 of 8 rows each, aligned to 16, and the tables.
+    # Two int64 arrays and two int32 arrays of 8 rows each, aligned to 16, and the tables.
     assert inputs_bytes(8, WIDTHS) == 2 * 64 + 2 * 32 + 8 * 16 * 4

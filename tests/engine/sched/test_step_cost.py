@@ -126,7 +126,7 @@ def test_times_that_are_not_positive_are_ignored() -> None:
 
 
 def test_the_shortest_step_is_of_late() -> None:
-    """It is known from the first step on. After a device has become slower, it follows after some hundred steps."""
+    """It is known from the first step on. If the device becomes slower, it follows after some hundred steps."""
     fit = StepCostFit()
     assert fit.least_s == 0
     for number in range(100):

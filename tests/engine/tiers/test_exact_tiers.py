@@ -132,5 +132,5 @@ def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path
     finally:
         close_stores(stores, tiers)
     near, far = map(sum, zip(*seen, strict=True))
-    assert near, "no gap under the bound: the model does not try it"
+    assert near, "no gap is under the bound, so the model does not test it"
     assert far
