@@ -20,7 +20,7 @@ OF_BUNDLED = {"WarmrouteQueueGrowing", "WarmrouteStepFailures", "WarmrouteTierEr
 GATEWAY = 'namespace="ns",job="rel-warmroute-gateway-metrics",pod="gw-0"'
 ENGINE = 'namespace="ns",job="ns/rel-warmroute-engine",pod="e-0",model_name="m"'
 HOUR, DAY = 60, 25 * 60
-"""Minutes that a scenario lasts; the long one is for the alert that looks back for a day."""
+"""Minutes that a scenario lasts. The long scenario is for the alert that looks back for a day."""
 EVERY = {HOUR: "1m", DAY: "5m"}
 """How often the rules are evaluated: a day of minutes takes promtool seven seconds."""
 
