@@ -29,7 +29,7 @@ class Pool:
     """Freed memory, which the next allocation of its size gets. It belongs to a stream, or to graphs that share it."""
 
     unused: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """By bytes, rounded."""
+    """Freed memory by its rounded size."""
 
 
 @dataclass(frozen=True, eq=False)

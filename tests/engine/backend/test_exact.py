@@ -186,7 +186,7 @@ def in_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("terms", [7, 48, 128, 1000])
-def test_the_question_is_a_sum_of_which_only_rounding_is_left(terms: int) -> None:
+def test_the_trial_sum_cancels_up_to_rounding(terms: int) -> None:
     x, w = cancelling(terms, 40, torch.float32)
     exactly = x.double() @ w.double()
     assert float(exactly.abs().max()) < 1e-12

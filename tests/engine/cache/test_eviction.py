@@ -269,7 +269,7 @@ def test_a_conversation_that_goes_on_is_no_shared_prefix(eviction: Eviction) -> 
     assert served(cache, list(range(1, 50))) == 0
 
 
-def test_costs_that_make_no_sense_change_nothing_absurd() -> None:
+def test_absurd_costs_leave_the_depth_cost_between_0_and_1() -> None:
     cache = PrefixCache(50, 1, eviction=Eviction.COST)
     for token_s, attention_s in ((0.0, 0.0), (1e-6, 1e9), (1e-4, 1e-8)):
         cache.learn_cost(token_s, attention_s)

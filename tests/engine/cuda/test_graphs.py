@@ -159,7 +159,7 @@ def test_capturing_ends_when_memory_runs_out(error: Exception, fail: Callable[[E
     assert said == ["no memory for more CUDA graphs: 2 of 8 are captured"]
 
 
-def test_any_other_error_is_none_of_memory() -> None:
+def test_any_other_error_is_not_taken_for_lack_of_memory() -> None:
     def failing(step: StepTensors) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

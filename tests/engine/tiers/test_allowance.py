@@ -64,7 +64,7 @@ def test_what_is_spent_is_a_share_of_the_steps_and_one_operation(
             assert sum(spent[first:stop]) <= bound * (1 + 1e-9) + 1e-9
 
 
-def test_nothing_is_bounded_while_nobody_is_computed_and_no_debt_is_left_of_that() -> None:
+def test_nothing_is_bounded_while_no_request_is_computed_and_no_debt_remains() -> None:
     now = [0.0]
     allowance = Allowance(0.01, lambda: now[0])
     allowance.begin_step(0.0)
@@ -148,7 +148,7 @@ def test_copies_take_their_share_of_the_steps_of_others(tick_s: float) -> None:
     clock = Ticking(0.0)
     cache = PrefixCache(80, 2)
     pod = make_pod(cache, (400,), clock, token_s=1.0, rate=1e9, running=3)
-    pod.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has what the scheduler asks of it
+    pod.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has the methods that are called
     pod.tiers.learn_cost(DecodeCost(1.0).cost())
     allowance = pod.tiers._allowance
     allowance._clock = Ticking(tick_s)

@@ -29,7 +29,7 @@ class Beside:
         self.called = 0
         self.pod: Pod = make_pod(PrefixCache(blocks, 2), (100,), lambda: 0.0, token_s=1.0, rate=1e4, running=4)
         self.scheduler, self.tiers = self.pod.scheduler, self.pod.tiers
-        self.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has what the scheduler asks of it
+        self.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has the methods that are called
         self.tiers.learn_cost(self.scheduler._step_cost.cost())
         self.tiers._later = self.later
         self.answer(0, PROMPT)

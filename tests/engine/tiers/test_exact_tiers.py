@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 FINGERPRINT = b"f" * 32
 PROMPT = tokens(22, seed=1)
 IN_BLOCKS = 20
-"""The prompt's tokens in whole blocks, which is what tiers hold of it."""
+"""The prompt's tokens in whole blocks, because tiers hold whole blocks."""
 
 
 class Copies:

@@ -113,7 +113,7 @@ def make_pod(
     tiers = Tiers(cache, links, step_tokens=20, clock=clock, shared=side)
     tiers.learn_cost(StepCost(token_s=token_s))
     scheduler = Scheduler(cache, SchedulerConfig(20, running, max_waiting=8), tiers)
-    scheduler._step_cost = FixedCost(token_s)  # type: ignore[assignment]  # has what the scheduler asks of it
+    scheduler._step_cost = FixedCost(token_s)  # type: ignore[assignment]  # has the methods that are called
     return Pod(cache, backend, links, copies, tiers, scheduler, side)
 
 
