@@ -107,7 +107,7 @@ def test_legends_name_labels_that_the_query_leaves(path: Path) -> None:
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             kept = {name for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for name in group.split(", ")}
             if re.match(r"\(?(max|avg|min|count|sum)\(", target["expr"]):
-                assert not shown, f"{panel['title']}: one series, by no label"
+                assert not shown, f"{panel['title']}: one series needs no label"
             elif "by (" in target["expr"]:
                 assert shown == kept - {"le"}, f"{panel['title']}: {target['expr']}"
             else:
