@@ -31,7 +31,7 @@ def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def check(serving: Coroutine[None, None, None]) -> None:
-    """Check that a program freezes imported objects while it serves, that SIGTERM ends it, and that it undoes all."""
+    """Check that a program freezes imported objects while it serves, ends on SIGTERM, and restores the old state."""
     before = gc.get_threshold()
     task = asyncio.create_task(serving)
     try:

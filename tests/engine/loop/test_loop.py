@@ -180,7 +180,7 @@ async def fail_once(bench: Bench, request_id: int) -> None:
 
 
 async def test_after_many_failed_steps_in_a_row_the_loop_ends() -> None:
-    """A card may not recover from an error. The last request still gets its own step's error."""
+    """A card does not recover from some errors. The last request still gets its own step's error."""
     lost = RuntimeError("device lost")
     bench = Bench(Script(*[lost] * 99))
     async with running(bench) as task:

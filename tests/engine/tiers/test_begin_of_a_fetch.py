@@ -88,7 +88,7 @@ def test_it_begins_once_the_step_runs(requests: int) -> None:
 
 
 def test_fetches_of_one_step_begin_in_order_and_each_knows_of_those_before_it() -> None:
-    """Each counts the queue of those before it. Otherwise all would count on an empty queue, and most would be late."""
+    """Each fetch counts the queue of earlier fetches. Otherwise all would assume an empty queue, and most be late."""
     engine = Beside()
     others = [tuple(range(start, start + 16)) for start in (20, 40)]
     for prompt in others:
