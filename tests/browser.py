@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
+"""A headless Chromium, driven over its DevTools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = (
 
 
 class Browser:
-    """One page. `problems`: what it threw, and what its policy refused."""
+    """One page. `problems`: exceptions that the page threw, and errors in its log."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -40,7 +40,7 @@ class Browser:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls, folder: Path) -> AsyncIterator[Browser]:
-        """A browser of its own, with its files in `folder`, which ends with the block."""
+        """Yield a browser of its own, with its files in `folder`. The browser ends with the block."""
         process = await asyncio.create_subprocess_exec(
             "chromium",
             *FLAGS,
@@ -58,7 +58,7 @@ class Browser:
                     if found := re.search(rb"DevTools listening on ws://127\.0\.0\.1:(\d+)/", line):
                         port = int(found[1])
                         break
-            drain = asyncio.create_task(process.stderr.read())  # else it stops when the pipe is full
+            drain = asyncio.create_task(process.stderr.read())  # or Chromium stops when the pipe is full
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
                     pages = [page for page in await answer.json() if page["type"] == "page"]
@@ -97,17 +97,17 @@ class Browser:
         return said.get("result") or {"result": {}, "refused": said}
 
     async def open(self, url: str) -> None:
-        """Open the address and wait until the page is read."""
+        """Open the address and wait until the page has loaded."""
         await self._ask("Page.navigate", url=url)
         end_s = time.monotonic() + DEADLINE_S
         while True:
-            # While one page takes another's place there may be none to ask.
+            # While one page replaces another, there may be no page to ask.
             said = await self._ask(
                 "Runtime.evaluate", expression="location.href + document.readyState", returnByValue=True
             )
             if said["result"].get("value") == f"{url}complete":
                 return
-            assert time.monotonic() < end_s, f"{url} was never read: {said}"
+            assert time.monotonic() < end_s, f"{url} never loaded: {said}"
             await asyncio.sleep(0.05)
 
     async def run(self, expression: str) -> Any:
@@ -125,7 +125,7 @@ class Browser:
             await asyncio.sleep(0.05)
 
     async def looks(self, width: int, scheme: str, height: int = 1000) -> None:
-        """Show the page that many pixels wide, in a `light` or `dark` scheme."""
+        """Show the page `width` pixels wide, in a `light` or `dark` scheme."""
         await self._ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )

@@ -25,7 +25,7 @@ settings.load_profile("tests")
 
 # Hypothesis also draws constants that it reads in the source of imported modules. With them the examples of a test
 # depend on what ran before it in the same process. No setting switches that off, and a backend of our own does not
-# reach all draws, so this overrides a private attribute. `test_same_examples.py` fails if a version does without it.
+# reach all draws, so this overrides a private attribute. `test_same_examples.py` fails if a version lacks it.
 HypothesisProvider._local_constants = Constants()  # type: ignore[assignment, method-assign]
 
 
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
     """Set up a process that runs tests.
 
     There are more such processes than cores, so torch and BLAS compute with one thread each. A second one would wait at
-    every barrier for the core of another process: on a busy machine that makes seconds into minutes.
+    every barrier for the core of another process: on a busy machine that turns seconds into minutes.
 
     pytest-asyncio asks for the current loop before it sets its own. If none was ever set, asyncio makes one, which is
     never closed, and the ResourceWarning fails whichever test runs at the next garbage collection.
@@ -65,7 +65,7 @@ class UnusedCollector:
         """Thaw nothing."""
 
     def get_objects(self, **_generation: int) -> list[object]:
-        """Return that nothing has grown."""
+        """Return nothing, so nothing seems to have grown."""
         return []
 
 
@@ -89,8 +89,8 @@ def pytest_unconfigure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Return the processes of `-n auto`: two more than there are cores.
 
-    Many tests wait most of their time, for programs that start and for clocks of other processes. A core would be idle
-    meanwhile.
+    Many tests spend most of their time waiting for programs that start and for clocks of other processes. Meanwhile a
+    core would be idle.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 2
@@ -113,7 +113,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 async def wait_until(condition: Callable[[], bool], deadline_s: float = 30.0, what: str = "the condition") -> None:
-    """Poll until `condition()`; fails after `deadline_s`."""
+    """Poll until `condition()` is true. Fails after `deadline_s`."""
     try:
         async with asyncio.timeout(deadline_s):
             while not condition():  # noqa: ASYNC110  # states of other processes raise no event here

@@ -18,7 +18,7 @@ _EXACT: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.mult
 
 
 def interpret_kernels() -> None:
-    """Where there is no card, have kernels interpreted in this process: Triton decides when it is imported.
+    """Have kernels interpreted in this process if there is no card. Triton decides when it is imported.
 
     Raises RuntimeError if Triton was imported before, for compiling.
     """
@@ -45,24 +45,24 @@ def set_up_interpreter() -> None:
 def _sum_in_one_order() -> None:
     """Replace the interpreter's matrix product by `product`.
 
-    The interpreter's own is NumPy's, and so that of a BLAS. Some of its kernels (OpenBLAS for Zen and Haswell) sum in
-    another order if there are more rows. No tensor core does that: a row's bits are its own.
+    The interpreter's own product is NumPy's, which a BLAS computes. Some kernels of a BLAS (OpenBLAS for Zen and
+    Haswell) sum in another order if there are more rows. On tensor cores a row's bits do not depend on other rows.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, *_precision: Any) -> Any:
         if np.uint8 in (a.data.dtype, b.data.dtype):
-            raise TypeError("this product does not know floats of 8 bits")
+            raise TypeError("this product does not support floats of 8 bits")
         return TensorHandle(product(a.data, b.data, acc.data.dtype) + acc.data, acc.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot
 
 
 def _replace_the_language_once() -> None:
-    """Replace the functions of Triton's language now, for good, and not again.
+    """Replace the functions of Triton's language once and for all.
 
-    The interpreter replaces some 600 of them at every launch, and at every call of a function in a kernel. Nothing in a
-    process that interprets needs those that compile.
+    The interpreter replaces some 600 of them at every launch, and at every call of a function in a kernel. A process
+    that interprets never needs the originals, which are for compiling.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -91,7 +91,7 @@ def _copy_back_only_copies() -> None:
     """Leave arguments on the CPU as the kernel left them.
 
     After a launch the interpreter copies each argument's whole storage back, even onto itself. That writes every page,
-    also of a pool of 4 GiB of which the kernel wrote a few bytes.
+    even of a pool of 4 GiB in which the kernel wrote a few bytes.
     """
     from triton.runtime.interpreter import GridExecutor
 

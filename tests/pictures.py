@@ -24,9 +24,9 @@ WIDTH = 1400
 LIVE_HEIGHT, REPORT_HEIGHT = 1000, 1150
 """Pixels: what somebody sees of each page without scrolling on a large screen."""
 COLOURS = 128
-"""Of a picture's palette: flat charts and text need no more, and take a third of the bytes."""
+"""Colours of a picture's palette: flat charts and text need no more, and then take a third of the bytes."""
 MOST_BYTES = 400_000
-"""Of both pictures together: every reader of the README loads them."""
+"""Bytes of both pictures together: every reader of the README loads them."""
 LAST_ARM = "predicted_ttft"
 DEADLINE_S = 900.0
 _WATCH = re.compile(r"watch it live at (http://\S+)")

@@ -2,8 +2,8 @@
 
     python -m tests.processors [zen|haswell|nehalem|skylake-avx512 ...] [-- FLAGS OF PYTEST]
 
-BLAS, oneDNN, torch and NumPy choose their kernels by the processor, and other kernels sum in another order. Each has a
-variable that makes it choose as on another processor, of which this one must know the instructions.
+BLAS, oneDNN, torch and NumPy choose their kernels by the processor, and other kernels sum in another order. Each
+library has a variable that makes it choose as on another processor, whose instructions this one must have.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COMPUTING = (
     "tests/engine/cuda",
     "tests/emulated_card",
 )
-"""Where floating-point numbers are computed by a library that chooses."""
+"""Tests whose floating-point numbers come from a library that chooses its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the libraries call it, and the names of NumPy's kernels that it cannot run."""
+    """What the libraries call the processor, and the names of NumPy's kernels that it cannot run."""
 
     openblas: str
     onednn: str
@@ -54,13 +54,13 @@ PROCESSORS = {
     "nehalem": Processor("Nehalem", "SSE41", "SSE4_2", "default", ("AVX", "F16C", "FMA", "X86_V3", "X86_V4")),
     "skylake-avx512": Processor("SkylakeX", "AVX512_CORE", "AVX512", "avx512"),
 }
-"""Without AVX-512, AMD's and Intel's; without AVX; with AVX-512."""
+"""AMD's and Intel's without AVX-512, one without AVX, and one with AVX-512."""
 USUAL = ("zen", "nehalem")
-"""Every x86-64 processor of the last ten years can stand in for both, and one is as unlike the other as can be."""
+"""Every x86-64 processor of the last ten years can stand in for both, and the two are as unlike as can be."""
 
 
 def main() -> int:
-    """Run the tests once for each processor; the exit status of the first run that fails."""
+    """Run the tests once for each processor. Return the exit status of the first run that fails."""
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     names, flags = given[:end] or list(USUAL), given[end + 1 :]

@@ -70,7 +70,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
-    """A started server; stopped, with its folder removed, at the end."""
+    """Yield a started server. At the end, stop it and remove its folder."""
     with tempfile.TemporaryDirectory(prefix="wr-redis-") as folder:
         server = RedisServer(Path(folder))
         try:

@@ -1,4 +1,4 @@
-"""Pages: what they name is there, a README orients, figures have a command and a date, reasons have a date."""
+"""Pages: what they name exists, READMEs are short, figures have a command and a date, reasons have a date."""
 
 from __future__ import annotations
 

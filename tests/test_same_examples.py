@@ -22,7 +22,7 @@ def drawn() -> list[object]:
         found.append(drawn)
 
     class Machine(RuleBasedStateMachine):
-        """Which rules an example may use comes from an integer, so constants change this too."""
+        """An integer decides which rules an example may use, so constants change this too."""
 
         @rule(number=st.integers(0, 3))
         def first(self, number: int) -> None:

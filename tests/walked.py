@@ -1,4 +1,4 @@
-"""What a garbage collection has to walk."""
+"""How much a garbage collection has to walk."""
 
 from __future__ import annotations
 

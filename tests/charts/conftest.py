@@ -21,7 +21,7 @@ def _fetcher() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def helms() -> dict[str, Helm | str]:
-    """Return `helm4` and `helm3`: each is the program, or why there is none."""
+    """Return `helm4` and `helm3`: each is the program, or the reason why there is none."""
     found: dict[str, Helm | str] = {name: Helm(path) for name, path in installed_helms().items()}
     fetcher = _fetcher()
     for name in {"helm3", "helm4"} - found.keys():

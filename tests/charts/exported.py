@@ -98,13 +98,13 @@ def engine_text() -> str:
 
 
 class StoppedClock:
-    """Nothing happens."""
+    """A clock that stands still."""
 
     def time(self) -> float:
         return 0.0
 
     def call_at(self, when: float, callback: object, /) -> None:
-        """Never."""
+        """Never call it."""
 
 
 def all_tiers() -> Tiers:

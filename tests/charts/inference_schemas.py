@@ -1,6 +1,6 @@
 """What the definitions of the Gateway API Inference Extension 1.x require of the objects that the chart makes.
 
-They are written from the reference (https://gateway-api-inference-extension.sigs.k8s.io/reference/spec), because
+The schemas are written from the reference (https://gateway-api-inference-extension.sigs.k8s.io/reference/spec), because
 kubernetes-validate only has the kinds of Kubernetes itself.
 """
 
@@ -21,7 +21,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
 def closed(required: tuple[str, ...], **properties: Schema) -> Schema:
-    """Return the schema of an object without other fields: the API server would drop those that it does not know."""
+    """Return the schema of an object without other fields: the API server would drop unknown fields."""
     return {"type": "object", "additionalProperties": False, "required": [*required], "properties": properties}
 
 
@@ -121,7 +121,7 @@ def definition(kind: str) -> dict[str, Any]:
 
 
 def _structural(schema: Any) -> Any:
-    """Return the schema as definitions have it: unknown fields are dropped and not refused, and nothing is unique."""
+    """Return the schema in the form of definitions: unknown fields are dropped, not refused, and nothing is unique."""
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if key != "uniqueItems"}

@@ -15,7 +15,7 @@ DEADLINE_S = 100
 
 
 def promtool(*arguments: str, folder: Path) -> str:
-    """Return what promtool prints. Skips the test if it is not installed, and fails it if it finds something."""
+    """Return what promtool prints. Skips the test if promtool is not installed, and fails it if promtool complains."""
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed (Debian and Ubuntu: package prometheus)")

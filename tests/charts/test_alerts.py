@@ -20,7 +20,7 @@ OF_BUNDLED = {"WarmrouteQueueGrowing", "WarmrouteStepFailures", "WarmrouteTierEr
 GATEWAY = 'namespace="ns",job="rel-warmroute-gateway-metrics",pod="gw-0"'
 ENGINE = 'namespace="ns",job="ns/rel-warmroute-engine",pod="e-0",model_name="m"'
 HOUR, DAY = 60, 25 * 60
-"""Minutes that a scenario lasts; the long one is for the alert that looks back for a day."""
+"""Minutes that a scenario lasts. The long scenario is for the alert that looks back for a day."""
 EVERY = {HOUR: "1m", DAY: "5m"}
 """How often the rules are evaluated: a day of minutes takes promtool seven seconds."""
 
@@ -103,7 +103,7 @@ TROUBLE: dict[str, tuple[int, dict[str, str]]] = {
 }
 HARMLESS: dict[str, tuple[int, dict[str, str]]] = {
     "all is well": (HOUR, {}),
-    "all was well for a day": (DAY, {}),
+    "all is well for a day": (DAY, {}),
     "a volume is slow for a moment": (HOUR, {gateway("usage_log_pending_bytes"): "900x54 2000000x1 900x1600"}),
     "an engine is ejected and passes its trial": (HOUR, {gateway("engine_ejected", engine="b"): "0x40 1x3 0x1600"}),
     "an engine restarts": (HOUR, {gateway("model_engines", model="m"): "2x50 0x1 2x1600"}),
@@ -121,10 +121,10 @@ HARMLESS: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "a model that sleeps is woken": (HOUR, {gateway("queue_requests", model="a.sleeper"): "0x55 3x3 0x1600"}),
-    "a queue grows that is short": (HOUR, {engine("warmroute_uncached_tokens"): "100+200x1600"}),
+    "a short queue grows": (HOUR, {engine("warmroute_uncached_tokens"): "100+200x1600"}),
     "a pool is made anew": (HOUR, {gateway("inference_pool_valid"): "1x54 0x2 1x1600"}),
     "no pool is followed": (HOUR, {gateway("inference_pool_valid"): "_x1600"}),
-    "nobody asks": (
+    "no requests come": (
         HOUR,
         {name: "5x1600" for name in HEALTH if "_total" in name},
     ),

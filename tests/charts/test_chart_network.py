@@ -133,7 +133,7 @@ def gateway_of(objects: list[Object]) -> tuple[Party, Object]:
 
 
 def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: Helm) -> None:
-    """A policy keeps others out on the network, and the address within the pod does. No Service leads there."""
+    """A policy keeps others out, and so does the loopback address in the pod. No Service leads to the port."""
     closed = any_helm.render()
     gateway, program = gateway_of(closed)
     assert gateway.ports["admin"] == 8081
@@ -166,7 +166,7 @@ def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: H
     ],
 )
 def test_what_pods_reach_outside(any_helm: Helm, values: str, component: str, ports: set[int]) -> None:
-    """DNS, the API server for gateways, the hub for hf:// sources, an external Redis."""
+    """Pods reach DNS, the API server (gateways), the hub (hf:// sources) and an external Redis."""
     objects = any_helm.render(Path(CHART / "ci" / f"{values}.yaml"))
     policies = of_kind(objects, "NetworkPolicy")
     party = parties(objects)[component]

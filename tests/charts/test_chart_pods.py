@@ -136,7 +136,7 @@ def test_an_upgrade_may_wait_for_the_answers_of_the_pod_it_replaces(any_helm: He
 
 
 def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm) -> None:
-    """As process 1 a program without a handler never sees a SIGTERM, and its pod keeps the GPU for the grace period."""
+    """A program without a handler never sees a SIGTERM as process 1, and its pod keeps the GPU for the grace period."""
     programs = set()
     for values in ALL_VALUES:
         for _, template in pod_templates(any_helm.render(values)):

@@ -26,7 +26,7 @@ KEY = "sk-test"
 
 @dataclass(slots=True)
 class Gateway:
-    """Which pod answers the n-th request, with how many cached tokens; None: the usage does not tell."""
+    """`pods` and `cached`: which pod answers the n-th request, and its cached tokens in the usage (None: left out)."""
 
     pods: list[str | None]
     cached: list[int | None]
@@ -186,7 +186,7 @@ async def test_the_comparison_waits_for_the_operators_port() -> None:
         port = free.getsockname()[1]
     async with serving(gateway) as url:
         waiting = asyncio.create_task(run_script("wait_engines.py", url, "3", "60", f"http://127.0.0.1:{port}"))
-        await wait_until(lambda: gateway.admitted >= 4, 60)  # it was asked again though it has its engines
+        await wait_until(lambda: gateway.admitted >= 4, 60)  # it was asked again although its engines are there
         assert not waiting.done()
         async with serving(operators, port):
             status, output = await waiting
@@ -212,7 +212,7 @@ async def test_the_comparison_gives_up_with_the_reason() -> None:
 async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_what_there_is(
     any_helm: Helm, tmp_path: Path, status: int, writes: bool, ends: int
 ) -> None:
-    """If a run cannot be relied on (status 3), its result says so, and the Job succeeds."""
+    """If a run is not reliable (status 3), its result says so, and the Job succeeds."""
     (job,) = of_kind(any_helm.render(CHART / "ci" / "loadgen-values.yaml"), "Job")
     fake = tmp_path / "bin" / "warmroute-loadgen"
     fake.parent.mkdir()

@@ -32,7 +32,7 @@ CONTAINERS = {"gateway": PROGRAMS["gateway"], "engine": PROGRAMS["engine"], "com
 
 
 def environment(one: Object) -> dict[str, str]:
-    """Return the program's environment: $(NAME) is expanded as by the kubelet, and values from Secrets are made up."""
+    """Return the program's environment. $(NAME) is expanded as by the kubelet, and values from Secrets are made up."""
     env: dict[str, str] = {}
     for variable in one.get("env", []):
         value = variable.get("value")
@@ -158,7 +158,7 @@ def test_existing_engines(any_helm: Helm) -> None:
     }
     assert mounted == {"/etc/warmroute/api-keys": "clients", f"{keys}/qwen": "vllm", f"{keys}/existing-1": "sglang"}
     assert settings.api_keys_file == "/etc/warmroute/api-keys/keys"
-    assert settings.engine_api_key_file is None, "a key of one set is none of the others' business"
+    assert settings.engine_api_key_file is None, "other sets do not get the key of one set"
 
 
 def test_own_and_existing_engines_are_followed_together(any_helm: Helm) -> None:

@@ -1,4 +1,4 @@
-"""Faults that need something else: long names, releases of one name, other networks, a Job that exists already."""
+"""Faults that need special conditions: long names, releases of one name, other networks, a Job that exists already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADER = {"allow_policy_header": True}
 
 @pytest.mark.parametrize("length", [1, 20, 36, 37, 50])
 def test_names_leave_room_for_what_kubernetes_makes_of_them(any_helm: Helm, length: int) -> None:
-    """A StatefulSet's pods get its name and a hash of ten characters as a label, which may have 63."""
+    """A StatefulSet's pods get its name and a hash of ten characters as a label, which may have 63 characters."""
     objects = any_helm.render({"fullnameOverride": "n" * length, "loadgen.enabled": True, "gateway.settings": HEADER})
     (redis_set,) = of_kind(objects, "StatefulSet")
     assert len(redis_set["metadata"]["name"]) + len("-0123456789") <= 63
@@ -142,7 +142,7 @@ def test_redis_answers_other_hosts(any_helm: Helm, auth: bool) -> None:
     assert one["command"] == ["redis-server"]
     passwords = {"REDIS_PASSWORD": "pw", "GATEWAY_PASSWORD": "of-gateways", "ENGINE_PASSWORD": "of-engines"}
     arguments = [re.sub(r"\$\((\w+)\)", lambda found: passwords[found[1]], word) for word in one["args"]]
-    # A folder of its own: a socket's path may have 107 characters.
+    # The folder is not `tmp_path`, because a socket's path may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="wr-redis-") as folder, contextlib.ExitStack() as ending:
         path = f"{folder}/redis.sock"
         here = ["--port", "0", "--unixsocket", path, "--dir", folder]

@@ -58,7 +58,7 @@ def test_grafana_can_load_it(path: Path) -> None:
     assert board["uid"] == f"warmroute-{path.stem}"
     assert board["schemaVersion"] >= 36
     assert "id" not in board, "an id belongs to one Grafana"
-    assert "__inputs" not in board, "a sidecar asks nobody for inputs"
+    assert "__inputs" not in board, "a sidecar cannot ask for inputs"
     source, *others = board["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")
     variables = {variable["name"] for variable in others}
@@ -107,7 +107,7 @@ def test_legends_name_labels_that_the_query_leaves(path: Path) -> None:
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             kept = {name for group in re.findall(r"by \(([^)]*)\)", target["expr"]) for name in group.split(", ")}
             if re.match(r"\(?(max|avg|min|count|sum)\(", target["expr"]):
-                assert not shown, f"{panel['title']}: one series, by no label"
+                assert not shown, f"{panel['title']}: one series needs no label"
             elif "by (" in target["expr"]:
                 assert shown == kept - {"le"}, f"{panel['title']}: {target['expr']}"
             else:
@@ -170,7 +170,7 @@ def test_every_metric_has_a_place() -> None:
     shown = " ".join(query for path in DASHBOARDS for query in queries(load(path)))
     families = [*text_string_to_metric_families(gateway_text()), *text_string_to_metric_families(engine_text())]
     names = {family.name for family in families if not family.name.endswith("_created")}
-    assert {name for name in names if name not in shown} == {"warmroute_gateway_discovery_synced"}, "its age says more"
+    assert {name for name in names if name not in shown} == {"warmroute_gateway_discovery_synced"}, "the age says more"
 
 
 def test_the_configmaps_hold_the_files(any_helm: Helm) -> None:

@@ -1,4 +1,4 @@
-"""What the images and their scripts promise, as far as their text shows it; `make cluster-test` runs them."""
+"""What the images and their scripts promise, as far as their text shows. `make cluster-test` runs them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_base_has_a_version_and_can_be_replaced(path: str) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES)
 def test_signals_reach_the_program(path: str) -> None:
-    """As process 1, a program without a handler never sees a SIGTERM. Below a shell it never sees one at all."""
+    """As process 1, a program without a handler never sees a SIGTERM. Below a shell, no program ever sees one."""
     _, final = stages(path)
     (entry,) = of(final, "ENTRYPOINT")
     words = yaml.safe_load(entry)
@@ -217,7 +217,7 @@ def test_every_script_is_checked() -> None:
 
 
 class StandIns:
-    """Return a tree with run.sh. The scripts that run.sh calls are replaced by ones that note each call in `log`."""
+    """A tree with run.sh. The scripts that run.sh calls are replaced by scripts that note each call in `log`."""
 
     def __init__(self, folder: Path, pytest_does: str) -> None:
         self.log = folder / "log"
@@ -249,7 +249,7 @@ class StandIns:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # A shell cannot trap what was ignored when it began, and pytest may have been started so.
+            # A shell cannot trap a signal that was ignored when the shell began, and pytest may ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
@@ -274,7 +274,7 @@ def test_a_cluster_is_given_back_when_tests_fail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_cluster_is_given_back_when_the_run_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
-    # exec: a shell blocks signals while it forks, so a child made then would miss the one sent to the group.
+    # exec: a shell blocks signals while it forks, so a child forked then would miss the signal to the group.
     stands = StandIns(tmp_path, "exec sleep 60")
     with stands.start() as run:
         give_up_at = time.monotonic() + 20

@@ -173,7 +173,7 @@ def test_proxies_reach_picker_and_engines_and_nobody_else_does(any_helm: Helm) -
             assert not may(objects, other, receiver, port)
     assert may(objects, chart["gateway"], chart["engine"], 8000)
     names = {thing["metadata"]["name"] for thing in of_kind(objects, "NetworkPolicy")}
-    assert "rel-warmroute-engine-vllm" in names, "of either kind of engine"
+    assert "rel-warmroute-engine-vllm" in names, "engines of either kind have a policy"
     for name in ("rel-warmroute-engine", "rel-warmroute-engine-vllm"):
         rule = named(objects, "NetworkPolicy", name)["spec"]["ingress"][1]
         assert rule == {

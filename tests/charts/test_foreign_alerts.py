@@ -24,7 +24,7 @@ SGLANG_ERRORS = 'sglang:http_responses_total{%s,endpoint="%s",status_code="%s",m
 PLAYS: dict[str, tuple[dict[str, str], set[str]]] = {
     "vLLM's queue grows": ({f"vllm:num_requests_waiting{{{VLLM_POD}}}": "0+1x90"}, {WAITING}),
     "SGLang's queue grows": ({f"sglang:num_queue_reqs{{{SGLANG_POD}}}": "0+1x90"}, {WAITING}),
-    "an existing one's queue grows": ({f"vllm:num_requests_waiting{{{EXISTING_POD}}}": "0+1x90"}, {WAITING}),
+    "an existing engine's queue grows": ({f"vllm:num_requests_waiting{{{EXISTING_POD}}}": "0+1x90"}, {WAITING}),
     "one of two ranks has a queue": (
         {
             f"vllm:num_requests_waiting{{{VLLM_POD}}}": "0+0.6x90",

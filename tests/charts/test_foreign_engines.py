@@ -1,4 +1,4 @@
-"""vLLM and SGLang in the chart: they have the given flags, ports and probes fit, and the right pods reach them."""
+"""vLLM and SGLang in the chart: they accept the flags, their ports and probes fit, and the right pods reach them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_pod_has_the_gpus_of_its_ranks(any_helm: Helm) -> None:
 )
 def test_images(any_helm: Helm, kind: str, device: str, image: str) -> None:
     template, one = rendered(any_helm, kind, device=device, source="hf://a/b")
-    assert {other["image"] for other in containers(template)} == {image}, "the checkpoint is fetched by the same"
+    assert {other["image"] for other in containers(template)} == {image}, "the same image fetches the checkpoint"
     _, own = rendered(any_helm, kind, device=device, image={"repository": "mine/it", "tag": "x"})
     assert own["image"] == "mine/it:x"
     assert ("--device" in flags(one)) == ((kind, device) == ("sglang", "cpu"))
@@ -159,7 +159,7 @@ def test_nothing_is_written_outside_of_volumes_nor_needs_a_name(any_helm: Helm, 
     assert {"HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} <= folders.keys()
     assert all(folder == "/tmp" or folder.startswith("/tmp/") for folder in folders.values())
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "10Gi"}} in template["spec"]["volumes"]
-    assert template["spec"]["shareProcessNamespace"] is True, "else SIGTERM does nothing until there is a handler"
+    assert template["spec"]["shareProcessNamespace"] is True, "otherwise SIGTERM is lost until there is a handler"
 
 
 @KINDS
@@ -175,7 +175,7 @@ def test_probes_and_the_end_of_a_pod(any_helm: Helm, kind: str) -> None:
     else:
         assert variables(one)["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false", "/health would take a second"
         assert liveness["httpGet"]["path"] == "/health_generate"
-        assert liveness["timeoutSeconds"] > 20, "the time after which it says that it is not well"
+        assert liveness["timeoutSeconds"] > 20, "SGLang says after 20 s that it is unhealthy"
         assert liveness["periodSeconds"] >= liveness["timeoutSeconds"]
     assert one["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
     assert template["spec"]["terminationGracePeriodSeconds"] > 5 + 900
@@ -242,7 +242,7 @@ def test_each_kind_is_scaled_by_what_it_exports(any_helm: Helm) -> None:
         first, _, *running = [trigger["metadata"] for trigger in scaled["spec"]["triggers"]]
         assert first["query"].startswith(f"sum({metric}{{")
         assert first["threshold"] == "5"
-        assert bool(running) == (name == "qwen"), "one may go to zero"
+        assert bool(running) == (name == "qwen"), "only one model may go to zero"
         for metadata in (first, *running):
             assert mistakes(metadata["query"], {**EXPORTED, **exported}) == []
 

@@ -1,4 +1,4 @@
-"""What the chart tells gateways and engines about a collector, as their programs read it."""
+"""The settings of a collector that the chart gives gateways and engines, as their programs read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster from its users' point of view: kubectl, helm, and a watch that notes when pods changed."""
+"""A cluster from its users' point of view: kubectl, helm, and a watch that notes when pods change."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.cluster.cluster import gateway_url, install, kubectl, settle
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """The API server of a node made by scripts; the node's folder has the means to stop and start it alone."""
+    """The API server of a node made by scripts. The node's folder has what is needed to stop and start it alone."""
 
     folder: Path
 

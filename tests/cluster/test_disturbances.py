@@ -1,4 +1,4 @@
-"""Disturbed pods lose no request that had not begun to stream; orderly changes do not cut streams either."""
+"""Disturbed pods lose no request that had not begun to stream. Orderly changes do not cut streams either."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An InferencePool and its objectives on a real API server, with only the rights that the pages name.
 
-If the cluster lacks the kinds, the test defines them from its knowledge of their definitions. A cluster that does not
-allow this is left alone.
+If the cluster lacks the kinds, the test defines them (`tests/charts/inference_schemas.py`). If the cluster does not
+allow that, the test is skipped.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ async def test_a_pool_comes_changes_and_goes(kinds: None, kubeconfig: Path, idle
     label, _, value = LABEL.partition("=")
     async with following(kubeconfig) as seen:
         await seen.until(
-            lambda: "there is no InferencePool" in (seen.discovery.status().problem or ""), "a missed pool"
+            lambda: "there is no InferencePool" in (seen.discovery.status().problem or ""), "a missing pool"
         )
         await apply(pool({label: value}, 9000, 9001))
         both = {f"http://{address}:{port}" for address in (first, second) for port in (9000, 9001)}
@@ -158,5 +158,5 @@ async def test_a_pool_comes_changes_and_goes(kinds: None, kubeconfig: Path, idle
         await seen.until(lambda: seen.objectives.priority("batch") is None, "one objective")
         await do("delete", "inferencepool", POOL)
         await seen.until(lambda: seen.discovery.status().is_pool_valid is False, "a pool that is gone")
-        assert seen.ready() == {f"http://{first}:9000"}, "the last one known stays"
+        assert seen.ready() == {f"http://{first}:9000"}, "the last known pod stays"
         await do("delete", "inferenceobjective", "chat")

@@ -20,7 +20,7 @@ METRIC = 'warmroute_gateway_queue_requests{model="sim"}'
 
 
 def waiting() -> float:
-    """Return what Prometheus would tell KEDA: the sum over the gateways."""
+    """Return what KEDA would read from Prometheus: the sum over the gateways."""
     total = 0.0
     for pod in pods(GATEWAYS):
         text = kubectl("get", "--raw", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}:9090/proxy/metrics")

@@ -1,4 +1,4 @@
-"""The traffic of the cluster tests distinguishes whole, cut and lost requests; the verdicts depend on this."""
+"""The traffic of the cluster tests distinguishes whole, cut and lost requests, on which the verdicts depend."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ async def traffic(
 ) -> AsyncIterator[Journal]:
     """Send `rate` requests per second during the block, then let the started ones end.
 
-    They alternate in policy (empty: the gateway's own), in connection (a new one, or one of a pool as in OpenAI's
-    client) and in length: every tenth answer takes several seconds.
+    The requests alternate in policy (empty: the gateway's own), in connection (a new one, or one of a pool as in
+    OpenAI's client) and in length: every tenth answer takes several seconds.
     """
     journal = Journal()
     rng = random.Random(7)

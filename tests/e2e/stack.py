@@ -40,7 +40,7 @@ class Stack:
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         async with self.http.post(f"{self.gateway}/v1/completions", json=body) as answer:
             decoder, events = SseDecoder(), list[bytes]()
-            with contextlib.suppress(aiohttp.ClientPayloadError):  # a broken stream ends so, after its error event
+            with contextlib.suppress(aiohttp.ClientPayloadError):  # a broken stream raises it after its error event
                 async for chunk in answer.content.iter_any():
                     events += decoder.feed(chunk)
             pod = answer.headers.get(headers.POD, "")
@@ -95,7 +95,7 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
 
 
 async def empty_caches(engines: Iterable[Program]) -> None:
-    """Empty the engines' caches: what other tests used often would otherwise stay, and a test's own prompts go."""
+    """Empty the engines' caches. Otherwise other tests' frequent prompts would stay, and a test's own would go."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
         for engine in engines:
             async with http.post(f"{engine.url}/reset_prefix_cache") as answer:
@@ -103,7 +103,7 @@ async def empty_caches(engines: Iterable[Program]) -> None:
 
 
 async def wait_index_equal(stack: Stack, deadline_s: float = 5.0) -> dict[PodId, set[int]]:
-    """Wait until the index equals what the engines report to hold, which takes one or a few seconds without traffic."""
+    """Wait until the index equals what the engines report that they hold. Without traffic that takes a few seconds."""
     async with asyncio.timeout(deadline_s):
         while True:
             truth = await stack.held_by_engines()

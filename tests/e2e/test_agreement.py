@@ -74,7 +74,7 @@ async def test_both_sides_compute_the_same_keys(stack: Stack, name: str) -> None
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     held = set().union(*(await wait_index_equal(stack)).values())
     mine = [key in held for key in computed]
-    # The last key may reach into a block that is not full. With tools, early keys hold as soon as a later one does.
+    # The last key may reach into a block that is not full. With tools, early keys are held if a later one is.
     assert mine.count(True) >= len(computed) - 1, f"held of {len(computed)} keys: {mine}"
     assert mine == sorted(mine, reverse=True), "the held keys are a prefix"
 

@@ -84,7 +84,7 @@ def test_the_client_of_anthropic(gateway: str) -> None:
         assert isinstance(block, TextBlock)
         assert block.text == words
         assert whole.stop_reason == final.stop_reason == "max_tokens"
-        assert (final.usage.cache_read_input_tokens or 0) > 150, "marks changed its pod, or its cached tokens"
+        assert (final.usage.cache_read_input_tokens or 0) > 150, "marks changed the pod or the cached tokens"
         count = client.messages.count_tokens(model="claude", messages=HI, system=SYSTEM)
         read = final.usage.cache_read_input_tokens or 0
         assert count.input_tokens == final.usage.input_tokens + read + (final.usage.cache_creation_input_tokens or 0)

@@ -1,4 +1,4 @@
-"""The engine as users start it on a card, here emulated: same answers as on the CPU, and a clean end."""
+"""The engine as users start it on a card, here emulated, gives the same answers as on the CPU and ends cleanly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_answers_and_ends_as_on_the_cpu(tiny_checkpoint: Path) -> None:
     on_card = ["--device", "cuda:0", "--max-step-tokens", "64", "--max-running", "2"]
     card = Program("tests.emulated_card", "engine", *shared, *on_card, environ={"EMULATED_CARD": "lazy"})
     cpu = Program("engine", *shared, "--device", "cpu", "--threads", "1")
-    # The start captures graphs in an interpreter: seconds of a core, and minutes on a busy machine.
+    # The start captures graphs in an interpreter. That takes seconds of a core, and minutes on a busy machine.
     with running([cpu, card], ready_within_s=300.0) as (expected_url, url), ThreadPoolExecutor() as threads:
         expected = [answer(expected_url, asked) for asked in ASKED]
         together = list(threads.map(lambda asked: answer(url, asked), ASKED))

@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack)
         await answer.content.readany()
         running_now = [await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]
         assert sum(running_now) == 1
-    # When the current step ends at the latest: some milliseconds on this device.
+    # The blocks are freed when the current step ends at the latest, after some milliseconds on this device.
     async with asyncio.timeout(1.0):
         for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
             while sum([await stack.metric(e, name) for e in stack.engines]):  # noqa: ASYNC110
@@ -107,7 +107,7 @@ async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack
         for i, tenant in enumerate(tenants):
             _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
             pods.setdefault(i, set()).add(pod)
-    # By chance, one tenant in 27 would stay. A busy machine may delay a pod, which then rightly loses a tenant.
+    # By chance, one tenant in 27 would stay. A busy machine may delay a pod, and then tenants rightly leave it.
     assert sum(len(seen) == 1 for seen in pods.values()) >= 6, f"an idle fleet moves no tenant: {pods}"
     assert len(set().union(*pods.values())) == PODS, f"an idle fleet uses all its pods: {pods}"
 
@@ -150,7 +150,7 @@ async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_ch
                 assert statuses.count(200) >= 140
                 status, _pod = await stack.ask("after the funeral")
                 assert status == 200
-                async with asyncio.timeout(30):  # at the next probes, if no last request went to the dead pod
+                async with asyncio.timeout(30):  # the next probes find the dead pod if no request did
                     while sum(pod["admitted"] for pod in await pods_of(stack)) != 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""A real engine publishes less often in a large fleet; a gateway's probe tells it the size of the fleet."""
+"""A real engine publishes less often in a large fleet, whose size it learns from a gateway's probe."""
 
 from __future__ import annotations
 

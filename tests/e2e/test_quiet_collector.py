@@ -22,7 +22,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture(autouse=True)
 def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let programs freeze, which `tests/conftest.py` keeps them from, and thaw what it has frozen for the time."""
+    """Let programs freeze objects, which `tests/conftest.py` prevents, and thaw meanwhile what it has frozen."""
     monkeypatch.setattr(collector, "gc", gc)
     gc.unfreeze()
     yield
@@ -31,7 +31,7 @@ def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def check(serving: Coroutine[None, None, None]) -> None:
-    """Check that imported objects are frozen while it serves, that SIGTERM ends it, and that the old state returns."""
+    """Check that a program freezes imported objects while it serves, ends on SIGTERM, and restores the old state."""
     before = gc.get_threshold()
     task = asyncio.create_task(serving)
     try:

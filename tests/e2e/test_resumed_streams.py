@@ -26,8 +26,8 @@ BIAS = 8.0
 
 
 def words(checkpoint: Path) -> dict[str, float]:
-    """Return a bias to tokens that are whole words. With it the model writes the tokens that its tokenizer makes of its
-    text, like a trained model; random weights alone would write any tokens."""
+    """Return a bias towards tokens that are whole words. With the bias the model writes the tokens that its tokenizer
+    makes of the text, like a trained model. Random weights alone would write any tokens."""
     tokenizer = Tokenizer.from_path(checkpoint)
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
     chosen = [i for i, text in texts.items() if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]

@@ -19,7 +19,7 @@ from tests.e2e.programs import Program, running
 from tests.redis_server import running_redis
 
 BEFORE = "846b5094b8f7366458552ba9a9ba82d9f0a2e7a1"
-"""The earlier release, which has nothing of what keeps a large fleet cheap."""
+"""The earlier release, which lacks everything that keeps a large fleet cheap."""
 HERE = Path(__file__).parents[2]
 TRIES = 20
 

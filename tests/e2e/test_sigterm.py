@@ -25,7 +25,7 @@ FLAGS = {
     "engine": ["--port", "0", "--device", "sim"],
     "loadgen": ["compare", "--url", "http://127.0.0.1:1"],
 }
-"""Flags with which programs would run on, except the load generator, which finds no server."""
+"""With these flags the programs keep running, except the load generator, which finds no server."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Two tenants with real engines: equal prompts, but no token of one tenant's cache is reused for the other."""
+"""Two tenants send equal prompts to real engines, but no token of one tenant's cache is reused for the other."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TENANTS = ("a", "b", "c", "d")
 async def started(
     server: RedisServer, checkpoint: Path, folder: Path, **settings: object
 ) -> AsyncIterator[tuple[Engine, Stack]]:
-    """Run an engine whose pool holds a prompt and a half, with its disk tier in `folder`; and a gateway for it."""
+    """Run an engine whose pool holds a prompt and a half, with its disk tier in `folder`, and a gateway for it."""
     fields: dict[str, Any] = {
         "host_cache_bytes": 2**23,
         "disk_cache_bytes": 2**23,
@@ -34,7 +34,7 @@ async def started(
 
 
 async def reused(pod: Engine, stack: Stack, prompt: str, tenant: str = "") -> int:
-    """Return the reused prompt tokens, after the request's blocks to keep have been copied."""
+    """Return the reused prompt tokens, once the request's blocks have been copied to the tiers."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
     sent = {"Authorization": f"Bearer key-{tenant}"} if tenant else {}
     async with stack.http.post(f"{stack.gateway}/v1/completions", json=body, headers=sent) as answer:
@@ -45,8 +45,8 @@ async def reused(pod: Engine, stack: Stack, prompt: str, tenant: str = "") -> in
 
 
 async def eventually_sees(stack: Stack, condition: Callable[[int, int, int], bool]) -> None:
-    """Wait until `condition` holds for the prompt tokens that the gateway believes in any tier, in host memory, on
-    disk."""
+    """Wait until `condition` holds for the prompt tokens that the gateway believes cached: in any tier, in host memory,
+    and on disk."""
     seen = (0, 0, 0)
     body = {"model": "tiny", "prompt": PROMPT}
     for _ in range(400):
@@ -87,7 +87,8 @@ async def test_tenants_share_nothing_in_any_tier_nor_after_a_restart(tiny_checkp
 
 
 async def test_a_gateway_sees_in_which_tier_a_prefix_is(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """After eviction from the pool it is in host memory, after a restart on disk; registry and explain show it."""
+    """A prefix is in host memory after its eviction from the pool, and on disk after a restart. Registry and explain
+    show that."""
     with running_redis() as server:
         async with started(server, tiny_checkpoint, tmp_path / "kv") as (pod, stack):
             await reused(pod, stack, PROMPT)

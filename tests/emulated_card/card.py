@@ -17,7 +17,7 @@ from tests.emulated_card.streams import Mark, Schedule, Stream, Streams, Work
 from tests.emulated_card.tensor import CardTensor
 
 _WHOLE = ("scaled_dot_product_attention",)
-"""Operations made of others that are computed whole: in parts, some tensors would be made on no named device."""
+"""Composite operations that are computed whole: their parts would make some tensors without naming a device."""
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
 """Operations whose result, or its shape, the host must know."""
 _INDEXED = ("index", "index_put", "index_put_")
@@ -29,7 +29,7 @@ class Recording:
     """What was captured from a stream."""
 
     pool: Pool
-    """Of the memory it works in, which it does not share with what is launched outside of graphs."""
+    """The pool of its memory, which it does not share with work that is launched outside of graphs."""
     pieces: list[Work] = field(default_factory=list)
 
 
@@ -75,14 +75,14 @@ class Card:
                 self.put(piece)
 
     def mark(self, stream: Stream | None = None) -> Mark:
-        """Record an event on a stream (None: the current one). Raises RuntimeError while that is captured."""
+        """Record an event on a stream (None: the current one). Raises RuntimeError while the stream is captured."""
         with self.lock:
             self.take_back()
             self.forbid_in_capture("recording an event that others wait for", stream or self.current)
             return self.streams.mark(stream or self.current)
 
     def put_behind(self, mark: Mark, stream: Stream | None = None) -> None:
-        """Have a stream (None: the current one) wait for an event. Raises RuntimeError while that is captured."""
+        """Have a stream (None: the current one) wait for an event. Raises RuntimeError while the stream is captured."""
         with self.lock:
             self.forbid_in_capture("waiting for what is not captured", stream or self.current)
             self.put(mark.reach, stream)
@@ -125,12 +125,12 @@ class Card:
             del self._captured[stream]
 
     def forbid_in_capture(self, what: str, *streams: Stream) -> None:
-        """Raise RuntimeError where one of the streams is captured."""
+        """Raise RuntimeError if one of the streams is captured."""
         if not self._captured.keys().isdisjoint(streams):
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
     def take_back(self) -> None:
-        """Poison memory without a tensor once its stream comes there: from then on others may write it."""
+        """Poison memory without a tensor once its stream gets to that work: from then on others may write it."""
         with self.lock:
             while self.memory.given_back:
                 region = self.memory.given_back.popleft()
@@ -138,11 +138,11 @@ class Card:
                 work, recording = partial(poison, region.data), self._captured.get(region.stream)
                 if recording is not None and recording.pool is region.pool:
                     recording.pieces.append(work)
-                else:  # what a graph did not allocate is none of its work
+                else:  # freeing memory that a graph did not allocate is not the graph's work
                     self.streams.put(region.stream, work)
 
     def wait(self, what: str, stream: Stream | None = None) -> None:
-        """Block until a stream (None: the current one) is done, where torch can be told to raise instead."""
+        """Block until a stream (None: the current one) is done, or raise if `waiting_fails`."""
         with self.lock:
             self.forbid_in_capture(what, self.current)
             if self.waiting_fails:
@@ -194,13 +194,13 @@ class Card:
                 return self._download(*args, **kwargs)
             if name == "is_pinned":
                 return False
-            if name not in _WHOLE and func._can_decompose():  # in inference mode those made of others come whole
+            if name not in _WHOLE and func._can_decompose():  # in inference mode composite operations come whole
                 return func.decompose(*args, **kwargs)
             returned = [result.alias_info for result in func._schema.returns]
             if any(alias is not None and not alias.is_write for alias in returned):
                 base = next(one for one in args if isinstance(one, CardTensor))
                 return tree_map_only(Tensor, base.part, func(*on_host(args), **on_host(kwargs)))
-            if name in _INDEXED:  # with indices on the host torch sends them over, and waits
+            if name in _INDEXED:  # torch sends indices that are on the host to the card, and waits
                 args = (args[0], tree_map_only(Tensor, self._sent, args[1]), *args[2:])
             _check_devices(func, args, kwargs)
             if needs_host := _needs_host(name, args):
@@ -217,7 +217,7 @@ class Card:
         with self.lock:
             self.put(lambda: to.copy_(given))
             for host in (one for one in (target, source) if not isinstance(one, CardTensor)):
-                # Host memory that is not page-locked, or not in one piece, is copied by way of another buffer. Then the
+                # Host memory that is not page-locked, or not in one piece, is copied through another buffer. Then the
                 # thread may wait although it did not ask to.
                 if not (non_blocking and host.is_contiguous() and self.memory.is_locked(host)):
                     self.wait(f"a copy of {tuple(source.shape)}")
@@ -264,7 +264,7 @@ def on_host(tree: Any) -> Any:
 
 
 def _needs_host(name: str, args: Any) -> bool:
-    """Whether torch brings values of the card to the host for it, as for what a mask takes, or what is filled in."""
+    """Whether the operation makes torch bring values from the card to the host, such as a mask or a fill value."""
     if name in _INDEXED:
         return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
     return name in _READ or (name in _FILLED and isinstance(args[-1], CardTensor))
@@ -275,7 +275,7 @@ def _shape(tensor: Tensor) -> Tensor:
 
 
 def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError where a host tensor is among the arguments; one without dimensions counts as a number."""
+    """Raise RuntimeError if a host tensor is among the arguments. A tensor without dimensions counts as a number."""
     for one in tree_leaves((args, kwargs)):
         if isinstance(one, Tensor) and not isinstance(one, CardTensor) and one.dim():
             raise RuntimeError(

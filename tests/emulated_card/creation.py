@@ -1,4 +1,4 @@
-"""What stands in the place of torch's functions that make tensors, where these are to be on the card."""
+"""Stand-ins for torch's functions that make tensors, for tensors on the card."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.emulated_card.card import Card
 from tests.emulated_card.tensor import CardTensor
 
 _SENT = ("tensor", "as_tensor")
-"""Made of the host's values."""
+"""Functions that make tensors of the host's values."""
 _COMPUTED = ("arange", "linspace", "randperm")
-"""Made on a card from their arguments, so nobody waits."""
+"""Functions whose tensors are made on a card from their arguments, so nobody waits."""
 _library: list[Any] = []
 
 
@@ -31,7 +31,7 @@ def stand_in_for_creation(card: Card, patch: Callable[[Any, str, Any], None]) ->
 
 
 def _create_empty(card: Card) -> None:
-    """All of torch's other functions that make tensors begin with these two."""
+    """Replace the two operations with which all of torch's other functions that make tensors begin."""
 
     def empty(size: Any, *, dtype: Any = None, **_: Any) -> Tensor:
         return card.empty(size, dtype or torch.get_default_dtype())
@@ -39,7 +39,7 @@ def _create_empty(card: Card) -> None:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
         return card.empty(size, dtype or torch.get_default_dtype(), stride)
 
-    _library[:] = [torch.library.Library("aten", "IMPL")]  # the one of the card before, if any, goes
+    _library[:] = [torch.library.Library("aten", "IMPL")]  # replaces that of an earlier card, if any
     _library[0].impl("empty.memory_format", empty, "CUDA")
     _library[0].impl("empty_strided", empty_strided, "CUDA")
 
@@ -82,7 +82,7 @@ def _moving(card: Card, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _generators(plain: Any) -> type:
     class Generator:
-        """One of the host: what it is used for is computed there."""
+        """A generator of the host, because the host computes the random numbers."""
 
         def __new__(cls, device: object = "cpu") -> Any:
             return plain()
@@ -91,7 +91,7 @@ def _generators(plain: Any) -> type:
 
 
 def _named_by_context() -> torch.device | None:
-    """The device of the innermost `with torch.device(...)`, which does not know functions that stand in for torch's."""
+    """The device of the innermost `with torch.device(...)`, which has no effect on stand-ins for torch's functions."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 

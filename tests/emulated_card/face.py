@@ -1,4 +1,4 @@
-"""What stands in `torch.cuda` while the emulated card is there."""
+"""Stand-ins for the functions and classes of `torch.cuda` while the emulated card is there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.emulated_card.streams import Mark
 CAPABILITY = (9, 0)
 _MULTIPROCESSORS = 132
 _GRAPH_BYTES = 1 << 16
-"""What a graph takes of the memory."""
+"""Bytes of memory that a graph takes."""
 _NOT_REGISTERED, _ALREADY_REGISTERED = 713, 712
-"""CUDA's numbers of these errors."""
+"""CUDA's numbers for these errors."""
 Patch = Callable[[Any, str, Any], None]
 """Puts a value in the place of an object's attribute, as `setattr` and pytest's `monkeypatch.setattr` do."""
 
 
 def stand_in(card: Card, patch: Patch) -> None:
-    """Make it this process's one device, in `torch.cuda`, in torch's functions that make tensors and in Triton's
-    interpreter. Call it before modules are imported that take names out of these."""
+    """Make the card this process's one device, in `torch.cuda`, in torch's functions that make tensors and in Triton's
+    interpreter. Call this before importing modules that take names from these."""
     stand_in_for_creation(card, patch)
     stand_in_for_launches(card, CAPABILITY, patch)
     for name, value in (_figures(card) | _work(card)).items():
@@ -35,7 +35,7 @@ def stand_in(card: Card, patch: Patch) -> None:
 
 
 def _figures(card: Card) -> dict[str, Any]:
-    """Functions that tell something of the card."""
+    """Functions that report on the card."""
     memory = card.memory
     properties = SimpleNamespace(
         name="an emulated card",
@@ -72,7 +72,7 @@ def _figures(card: Card) -> dict[str, Any]:
 
 
 def _work(card: Card) -> dict[str, Any]:
-    """Classes and functions that order work."""
+    """Classes and functions that launch, order and await work."""
 
     class Stream:
         def __init__(self, device: object = None, priority: int = 0) -> None:

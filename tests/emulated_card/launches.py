@@ -1,4 +1,4 @@
-"""Triton's kernels on the emulated card: the interpreter computes a launch when its stream comes there."""
+"""Triton's kernels on the emulated card: the interpreter computes a launch when its stream gets to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.emulated_card.card import Card, on_host
 from tests.emulated_card.tensor import CardTensor
 
 _OPTIONS = ("launch_pdl",)
-"""Of a launch, unknown to the interpreter."""
+"""Options of a launch that the interpreter lacks."""
 
 
 def stand_in_for_launches(card: Card, capability: tuple[int, int], patch: Callable[[Any, str, Any], None]) -> None:
@@ -30,8 +30,8 @@ def stand_in_for_launches(card: Card, capability: tuple[int, int], patch: Callab
         given = on_host(args)
         by_name = {name: on_host(one) for name, one in named.items() if name not in _OPTIONS}
         if "EARLY" in by_name:
-            by_name["EARLY"] = False  # the interpreter knows no instructions of a card
-        if "WIDE" in by_name:  # it multiplies bfloat16 as bit patterns
+            by_name["EARLY"] = False  # the interpreter has no instructions of a card
+        if "WIDE" in by_name:  # the interpreter multiplies bfloat16 as bit patterns
             by_name["WIDE"] = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
         card.put(lambda: interpret(self, *given, **by_name))
 

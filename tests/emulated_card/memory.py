@@ -1,4 +1,4 @@
-"""A card's memory: what is allocated, the figures of it that torch tells, and the host's page-locked memory."""
+"""A card's memory: what is allocated, torch's figures of it, and the host's page-locked memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def poison(data: Tensor) -> None:
 
 @dataclass(eq=False)
 class Pool:
-    """Memory that the next one of its size gets: of a stream, or of the graphs that share it."""
+    """Freed memory, which the next allocation of its size gets. It belongs to a stream, or to graphs that share it."""
 
     unused: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """By bytes, rounded."""
+    """Freed memory by its rounded size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Region:
     data: Tensor
     """uint8 [n], n as rounded, in host memory."""
     stream: Stream
-    """In whose order the next one may use it, without waiting for other streams."""
+    """The next user may use it in this stream's order, without waiting for other streams."""
     pool: Pool
 
 
@@ -63,15 +63,15 @@ class Memory:
         self.allocated = self.reserved = 0
         self.max_allocated = self.max_reserved = 0
         self.given_back: deque[Region] = deque()
-        """Memory to which no tensor refers, whose stream has not been told yet."""
+        """Memory to which no tensor refers any more. `Card.take_back` has yet to take it."""
         self._pools: defaultdict[Stream, Pool] = defaultdict(Pool)
         self.locked: list[range] = []
         """Page-locked addresses of the host."""
         self._kept: list[Tensor] = []
 
     def allocate(self, size: int, stream: Stream, pool: Pool | None = None) -> Allocation:
-        """Memory that is poisoned once the stream comes there, from a graph's pool or (None) the stream's. Raises
-        torch.OutOfMemoryError."""
+        """Return memory from a graph's pool, or (None) from the stream's, poisoned once the stream gets to that work.
+        Raises torch.OutOfMemoryError."""
         pool, rounded = pool or self._pools[stream], _rounded(size)
         taken = self.allocated + rounded
         if taken > self.total:
@@ -91,7 +91,7 @@ class Memory:
         return Allocation(self, Region(data, stream, pool))
 
     def free(self, region: Region) -> None:
-        """Take back an allocation's memory; whoever calls this has its stream poison it."""
+        """Take back an allocation's memory. The caller has the memory's stream poison it."""
         size = len(region.data)
         self.allocated -= size
         if size <= _POISONED:
@@ -108,13 +108,13 @@ class Memory:
         self.max_allocated, self.max_reserved = self.allocated, self.reserved
 
     def keep_locked(self, made: Tensor) -> None:
-        """A host tensor from torch's allocator of page-locked memory, which gives none of it back."""
+        """Note a host tensor from torch's allocator of page-locked memory, which never unlocks any."""
         self._kept.append(made)
         self.lock_pages(made.data_ptr(), made.nbytes)
         poison(made.as_strided((made.numel(),), (1,)).view(torch.uint8))
 
     def lock_pages(self, start: int, size: int) -> bool:
-        """Page-lock host memory; False where some of it is locked already."""
+        """Page-lock host memory. Return False if some of it is locked already."""
         wanted = range(start, start + size)
         if any(wanted.start < taken.stop and taken.start < wanted.stop for taken in self.locked):
             return False
@@ -122,7 +122,7 @@ class Memory:
         return True
 
     def unlock_pages(self, start: int) -> bool:
-        """Undo `lock_pages`; False where nothing was locked there."""
+        """Undo `lock_pages`. Return False if nothing was locked there."""
         found = [taken for taken in self.locked if taken.start == start]
         for taken in found:
             self.locked.remove(taken)

@@ -1,6 +1,6 @@
 """A pytest plug-in that gives the process an emulated card, before anything of the engine is imported.
 
-EMULATED_CARD is its schedule and the seed of that, as "random:3".
+EMULATED_CARD is the card's schedule and that schedule's seed, such as "random:3".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Streams and what orders them: work is put on a stream, and done when somebody waits for it or when chance says so."""
+"""Streams and what orders them. Work is put on a stream, and is done when a thread waits for it, or by chance."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Work = Callable[[], object]
 
 
 class Schedule(Enum):
-    """What a card does of all that it may do, and need not have done yet."""
+    """How much a card does of the work that it may do but need not have done yet."""
 
     EAGER = "eager"
     """Everything, at once."""
     LAZY = "lazy"
-    """Nothing: work is done when a thread waits for it, or for work behind it."""
+    """Nothing: work is done when a thread waits for it, or for later work."""
     RANDOM = "random"
     """Some pieces of any streams, whenever something is launched."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """Pieces of work in order. One that raises stays the first, so everybody who waits behind it gets its error, as
-    with a card that was lost."""
+    """Pieces of work in order. A piece that raises stays the first, so everybody who waits for it or for later pieces
+    gets its error, as with a card that was lost."""
 
     pieces: deque[Work] = field(default_factory=deque)
     done: int = 0
@@ -42,7 +42,7 @@ class Stream:
     def step(self) -> None:
         """Do the first piece, if there is one."""
         if self.pieces:
-            with torch.inference_mode():  # which may write to any tensor, also to those made outside of it
+            with torch.inference_mode():  # which may write to any tensor, even to those made outside of it
                 self.pieces[0]()
             self.pieces.popleft()
             self.done += 1
@@ -60,11 +60,11 @@ class Mark:
     stream: Stream
     place: int
     at_s: float | None = None
-    """When the stream came there."""
+    """When the stream reached the place."""
 
     @property
     def passed(self) -> bool:
-        """Whether the stream has come there."""
+        """Whether the stream has reached the place."""
         return self.at_s is not None
 
     def reach(self) -> None:
@@ -76,7 +76,7 @@ class Streams:
     """All streams of a card."""
 
     def __init__(self, schedule: Schedule, seed: int = 0) -> None:
-        """`seed`: of the random schedule, and of what goes on while a thread polls."""
+        """`seed`: decides the random schedule, and which pieces are done while a thread polls."""
         self._schedule = schedule
         self._chance = random.Random(seed)
         self._all: list[Stream] = []

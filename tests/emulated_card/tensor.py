@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class CardTensor(Tensor):
-    """torch's wrapper tensor: shape and type, no memory. To torch it is a "meta" tensor: of one on "cuda" it would ask
-    which device is current, which a build without CUDA refuses."""
+    """torch's wrapper tensor: shape and type, no memory. To torch it is a "meta" tensor. For a tensor on "cuda", torch
+    would ask which device is current, which a build without CUDA refuses."""
 
     data_here: Tensor
     """Host memory with its values, once the work on them is done."""
@@ -45,8 +45,8 @@ class CardTensor(Tensor):
         return card.dispatch(func, args, kwargs)
 
     def part(self, data: Tensor) -> CardTensor:
-        """A view: `data` is one of `data_here`."""
-        with torch.inference_mode(self.is_inference()):  # a view is or is not what its base is or is not
+        """Return a view: `data` is a view of `data_here`."""
+        with torch.inference_mode(self.is_inference()):  # a view is an inference tensor if its base is one
             return CardTensor(data, self.allocation, self.card)
 
     @property
@@ -91,7 +91,7 @@ class CardTensor(Tensor):
         return f"CardTensor({tuple(self.shape)}, {self.dtype})"
 
     def _viewed(self, index: Any) -> tuple[CardTensor, list[Tensor | None]]:
-        """The view that all indices but tensors make of it, and those tensors in their dimensions' places."""
+        """Return the view by all indices that are not tensors, and the index tensors in their dimensions' places."""
         indices = list(index) if isinstance(index, tuple) else [index]
         named = sum(one is not None and one is not Ellipsis for one in indices)
         data, dim = self.data_here, 0

@@ -1,4 +1,4 @@
-"""The emulated card does what a card may do, and shows what a program does wrong that only goes well by luck."""
+"""The emulated card does what a card may do, and shows mistakes of a program that go well only by luck."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_shapes_and_types_need_no_wait(card: Card) -> None:
         *(x.cpu, x.tolist, x.sum().item, torch.cuda.Stream().synchronize),
         *(lambda: x[x > 3], lambda: x[torch.tensor([1])], lambda: x[first]),
         *(lambda: x.__setitem__(x > 3, x[0]), lambda: x.masked_fill_(x > 3, x[0, 0])),
-        lambda: locked[:, :3].copy_(x, non_blocking=True),  # not in one piece: by way of memory that is not locked
+        lambda: locked[:, :3].copy_(x, non_blocking=True),  # not in one piece: goes through memory that is not locked
     )
     for wait in waits:
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
@@ -127,7 +127,7 @@ def test_memory_is_counted_and_bounded(card: Card) -> None:
 
 
 def side_stream(work: Callable[[], torch.Tensor], *, waits: bool) -> list[float]:
-    """What the current stream reads of what another one has computed, with and without waiting for that."""
+    """Return what the current stream reads of another stream's result, whether or not it waits for that stream."""
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
         found = work()
@@ -148,7 +148,7 @@ def test_a_stream_that_does_not_wait_reads_what_was_there_before(card: Card) -> 
 
 @lazy
 def test_memory_given_back_is_the_next_ones_on_its_own_stream(card: Card) -> None:
-    """What another stream still reads of it must be waited for before."""
+    """If another stream still reads the memory, the freeing stream must first wait for that stream."""
     side = torch.cuda.Stream()
     x = torch.ones(2, device="cuda")
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def test_memory_given_back_is_the_next_ones_on_its_own_stream(card: Card) -> Non
 @lazy
 @pytest.mark.parametrize(("waits", "expected"), [(True, 2), (False, 14)])
 def test_memory_given_back_is_written_by_its_next_user(card: Card, waits: bool, expected: int) -> None:
-    """The current stream still reads it; another one, which fills it for the next step, must wait for that."""
+    """The current stream still reads the memory. Another stream, which fills it anew, must wait for that read."""
     x = torch.ones(2, device="cuda")
     torch.cuda.synchronize()
     doubled, read, side = x * 2, torch.cuda.Event(), torch.cuda.Stream()
@@ -257,7 +257,7 @@ def test_a_wait_is_refused_while_a_stream_is_captured(card: Card) -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_graphs_of_one_pool_overwrite_each_others_memory(card: Card, shares: bool) -> None:
-    """But not that of others: what was given back while capturing, or taken since."""
+    """They do not overwrite other memory: what was given back while capturing, or taken since."""
     pools = [torch.cuda.graph_pool_handle()] * 2 if shares else [None, None]
     graphs, x, given_back = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], torch.ones(3, device="cuda"), []
     stream, outs = torch.cuda.Stream(), []
@@ -267,7 +267,7 @@ def test_graphs_of_one_pool_overwrite_each_others_memory(card: Card, shares: boo
     for graph, pool, work in zip(graphs, pools, works, strict=True):
         with torch.cuda.graph(graph, pool, stream):
             given_back.clear()
-            outs.append(work())  # the second one gets the memory of x + 1
+            outs.append(work())  # the second graph gets the memory of x + 1
     with torch.cuda.stream(stream):
         others = [torch.full((3,), 5.0, device="cuda") for _ in range(4)]
         for graph in reversed(graphs):
@@ -286,7 +286,7 @@ def test_an_error_stays(card: Card) -> None:
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Without waiting for what is still to be done with it."""
+    """Return the tensor's values without waiting for work that is still to be done on it."""
     assert isinstance(tensor, CardTensor)
     return tensor.data_here
 
@@ -334,12 +334,12 @@ def test_a_ring_of_page_locked_buffers_that_does_not_wait_is_found(
 
 @given(st.data())
 def test_any_schedule_gives_what_the_order_says(data: st.DataObject) -> None:
-    """Pieces of one stream in order; of several, as far as events order them."""
+    """Pieces of one stream are done in order, and pieces of several streams as far as events order them."""
     streams = Streams(data.draw(st.sampled_from(Schedule)), data.draw(st.integers(0, 9)))
     made = [streams.add() for _ in range(3)]
     done: list[int] = []
     before: list[set[int]] = []
-    """For each piece, those that must come before it."""
+    """For each piece, the pieces that must come before it."""
     behind: dict[int, set[int]] = {i: set() for i in range(3)}
     for piece in range(data.draw(st.integers(1, 12))):
         i, other = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))

@@ -29,7 +29,7 @@ class FakeProgram(ScriptedGateway):
 
 
 class ReadyGateway(FakeProgram):
-    """Ready a moment after it listens, like a gateway that loads its registry; its only port has administration too."""
+    """Ready a moment after it listens, like a gateway that loads its registry. Its only port is also the admin port."""
 
     def further_lines(self) -> list[str]:
         return [f"administration on {self.url}"]

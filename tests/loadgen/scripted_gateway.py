@@ -45,7 +45,7 @@ class ScriptedPod:
 
 @dataclass
 class ScriptedGateway:
-    """`fault` takes a request's body and returns the name of a fault, or None."""
+    """A gateway. `fault` takes a request's body and returns the name of a fault, or None."""
 
     pods: int = 4
     pool_blocks: int = 200

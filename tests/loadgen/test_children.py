@@ -133,7 +133,7 @@ async def test_guard_gives_the_result_or_says_which_child_died(tmp_path: Path) -
         assert cancelled.is_set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
 def test_killing_the_parent_kills_the_children(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""

@@ -120,7 +120,7 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path) -> None:
             for word in child.cmdline()
             if word.startswith("unix://")
         }
-        assert elsewhere.stat().st_mode & 0o077 == 0, "nobody else's"
+        assert elsewhere.stat().st_mode & 0o077 == 0, "no other user may read the folder"
         demo.process.send_signal(signal.SIGINT)
         assert demo.wait() == 130
         assert demo.leaves_nothing()

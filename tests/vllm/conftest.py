@@ -1,4 +1,4 @@
-"""Real vLLM servers for the tests that ask for them: started once a file, empty at the beginning of each test."""
+"""Real vLLM servers for the tests that ask for them: started once per file, empty at the beginning of each test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
 
 @pytest.fixture(scope="module")
 def two_servers(start_servers: StartServers) -> Iterator[list[VllmServer]]:
-    """Two servers with room for 20,480 tokens each, until the file's end: an idle server takes memory and CPU time."""
+    """Two servers with room for 20,480 tokens each. They end with the file: idle servers take memory and CPU time."""
     with start_servers(*[ServerSpec()] * SERVERS) as servers:
         yield servers
 

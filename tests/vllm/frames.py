@@ -28,7 +28,7 @@ Frames = tuple[bytes, bytes, bytes]
 QUIET_S = 1.0
 REPLAY_S = 10.0
 END = b"\xff" * 8
-"""The sequence number -1 closes a replay."""
+"""The sequence number -1, which closes a replay."""
 SMALL_POOL = ServerSpec(blocks=24, max_model_len=640, max_num_seqs=4)
 """A pool so small that a few prompts of 5 blocks evict others."""
 
@@ -85,7 +85,7 @@ def subscribed(server: VllmServer) -> Iterator[Subscription]:
 
 @contextlib.contextmanager
 def _connected(socket: zmq.Socket[bytes], deadline_s: float = 10.0) -> Iterator[None]:
-    """Wait at the block's end until the connection made in it is established, because earlier messages are lost."""
+    """Wait at the block's end until the connection made in it is up, because messages sent before that are lost."""
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
         yield
@@ -93,7 +93,7 @@ def _connected(socket: zmq.Socket[bytes], deadline_s: float = 10.0) -> Iterator[
         time.sleep(0.2)  # the subscription itself is a message that the publisher has to read
     finally:
         socket.disable_monitor()
-        monitor.close(linger=0)  # which that does not do
+        monitor.close(linger=0)  # `disable_monitor` does not close it
 
 
 def replayed(server: VllmServer, first: int) -> list[list[bytes]]:
@@ -128,7 +128,7 @@ def scenario(server: VllmServer) -> None:
         name: f"{name} keeps the ledger of the harbour office, page by page. " * 9 for name in ("Ada", "Ben", "Cleo")
     }
     complete(server, about["Ada"] + "Who signs?", "ada-1")
-    complete(server, about["Ada"] + "Since when?", "ada-2")  # its first blocks are reused, and not reported
+    complete(server, about["Ada"] + "Since when?", "ada-2")  # its first blocks are reused, so they are not reported
     complete(server, about["Ada"] + "Who signs?", "ada-salted", cache_salt="tenant-a")
     for name in ("Ben", "Cleo", "Ada"):
         complete(server, about[name] + "And then?", f"{name.lower()}-3")  # by now the pool is full

@@ -24,7 +24,7 @@ class Seen:
     predicted: int
     """Prompt tokens that the gateway believed cached on the pod."""
     cached: int
-    """Prompt tokens that the pod reused, as its answer told."""
+    """Prompt tokens that the pod reused, by its answer's usage."""
     prompt_tokens: int
     sent_s: float
     first_s: float
@@ -35,12 +35,12 @@ class Cause(StrEnum):
     """Why a request reused less than it could have."""
 
     HIT = "hit"
-    COLD = "the first of its prefix"
-    UNTOLD = "sent to the pod without it: only other gateways had sent the prefix before"
-    MOVED = "sent to the pod without it, though its own gateway had sent the prefix to the other"
-    EVICTED = "evicted there, and the gateway believed it held"
-    KNOWN_EVICTED = "evicted there, as the gateway thought"
-    PREFILLING = "sent behind the first of its prefix, which was not computed yet"
+    COLD = "the first request of its prefix"
+    UNTOLD = "sent to a pod without the prefix, which only other gateways had sent before"
+    MOVED = "sent to a pod without the prefix, though its own gateway had sent the prefix to the other pod"
+    EVICTED = "evicted on the pod, though the gateway believed it cached"
+    KNOWN_EVICTED = "evicted on the pod, as the gateway thought"
+    PREFILLING = "sent behind the first request of its prefix, which was not computed yet"
 
 
 def causes(trace: Iterable[Seen], prefix_tokens: int) -> Iterator[tuple[Seen, Cause, int]]:
@@ -80,4 +80,4 @@ def summary(trace: Sequence[Seen], prefix_tokens: int, attainable: int, since: i
             tokens[cause] += lost
     for cause in sorted(tokens, key=tokens.__getitem__, reverse=True):
         if tokens[cause]:
-            yield f"{tokens[cause] / attainable:.1%} of the attainable in {requests[cause]} requests: {cause}"
+            yield f"{tokens[cause] / attainable:.1%} of the attainable reuse in {requests[cause]} requests: {cause}"

@@ -23,7 +23,7 @@ MODEL = "tiny"
 BLOCK_TOKENS = 32
 """vLLM's attention on a CPU takes blocks of a multiple of 32 tokens."""
 START_S = 480.0
-"""Seconds in which a server must answer: 25 to 50 on two idle cores, minutes on busy ones."""
+"""Seconds in which a server must answer. It takes 25 to 50 on two idle cores, and minutes on busy ones."""
 STOP_S = 10.0
 """Seconds from TERM to KILL."""
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -178,7 +178,7 @@ def running_servers(
     try:
         for spec in specs:
             server = VllmServer(binaries, checkpoint, folder, spec)
-            servers.append(server)  # at once: what has been started is stopped
+            servers.append(server)  # at once, so that every started server is stopped
         for server in servers:
             server.wait_ready()
         yield servers

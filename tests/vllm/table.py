@@ -3,9 +3,9 @@
     python -m tests.vllm.table --out out/vllm-table
     python -m tests.vllm.table --policies predicted_ttft --cells 2x384 --sittings 3
 
-Hits come from vLLM's own counter `vllm:prefix_cache_hits_total`. They are given as part of what an omniscient placement
-would reuse, which computes every prefix once (`workload.attainable`). A trace of each cell's requests is written beside
-the table, and stderr tells why hits were lost (`losses`).
+Hits come from vLLM's own counter `vllm:prefix_cache_hits_total`. They are given as a share of what an omniscient
+placement would reuse, which computes every prefix once (`workload.attainable`). A trace of each cell's requests is
+written beside the table, and stderr says why hits were lost (`losses`).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def measure(
 
 def rows(cells: Sequence[Cell]) -> Iterator[str]:
     """The table in Markdown: the median of each cell's sittings, and all of them."""
-    yield "| policy | gateways | requests | hits, part of the attainable: median | sittings | mean TTFT |"
+    yield "| policy | gateways | requests | hits, share of the attainable reuse: median | sittings | mean TTFT |"
     yield "|---|--:|--:|--:|---|--:|"
     order = sorted(cells, key=lambda cell: (cell.policy, cell.requests, cell.gateways))
     for _, group in itertools.groupby(order, key=lambda cell: (cell.policy, cell.requests, cell.gateways)):
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--policies", type=_words, default=list(POLICIES), help="comma-separated")
     parser.add_argument("--cells", type=_words, default=list(CELLS), help="GATEWAYSxREQUESTS, comma-separated")
     parser.add_argument("--sittings", type=int, default=1, help="times each cell is measured, each in its own order")
-    parser.add_argument("--first-sitting", type=int, default=1, help="number, and so the order, of the first sitting")
+    parser.add_argument("--first-sitting", type=int, default=1, help="first sitting's number, which seeds its order")
     parser.add_argument("--blocks", type=int, default=640, help="blocks of 32 tokens in each server's pool")
     given = parser.parse_args()
     environment = Environment.default()

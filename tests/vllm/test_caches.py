@@ -106,7 +106,7 @@ async def test_a_cache_stored_once_is_reused_by_all_requests_that_name_it(fronts
         pods.add(answer.pod)
         spelt_out = await fronts.ask(question, None)
         assert (spelt_out.text, spelt_out.prompt[0]) == (answer.text, tokens)
-    assert len(pods) == 1, "a pod has it: another would compute it anew"
+    assert len(pods) == 1, "one pod has the cache, and another pod would compute it anew"
 
 
 async def test_it_is_renewed_and_ends(fronts: Fronts) -> None:

@@ -99,4 +99,4 @@ def test_a_client_that_leaves_a_stream_frees_the_server(client: openai.OpenAI, s
     ) as stream:
         next(iter(stream))
     for server in servers:
-        server.reset_cache()  # it says no while a request has blocks, and this gives up after a while
+        server.reset_cache()  # the server refuses while a request has blocks, and `reset_cache` gives up after a while

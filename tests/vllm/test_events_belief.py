@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 STRIDE = 256
 LEAST_RIGHT = 0.97
-"""Several kinds of traffic had 99 to 100 %; see router/events."""
+"""Several kinds of traffic reached 99 to 100 %; see router/events."""
 REQUESTS, PREFIXES = 72, 24
 REQUEST_S = 60.0
 READY_S = 30.0
@@ -35,7 +35,7 @@ READY_S = 30.0
 
 @pytest.fixture(scope="module")
 def server(start_servers: StartServers) -> Iterator[VllmServer]:
-    """A server with room for less than half of the prefixes, but for every single prompt in any tokenization."""
+    """A server with room for less than half of the prefixes, but for any single prompt in any tokenization."""
     with start_servers(ServerSpec(max_model_len=8192)) as (only,):
         yield only
 

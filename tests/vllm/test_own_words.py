@@ -30,7 +30,7 @@ from tests.vllm.traffic import Traffic, stream
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 FOUND_S = 8.0
-"""Seconds for a probe every 2 s with a fifth of jitter, one answer, and a busy machine."""
+"""Seconds, enough for probes every 2 s with a jitter of one fifth, one answer, and a busy machine."""
 TRAFFIC_S = 60.0
 """Seconds that a busy machine may take for a few short streams."""
 DRAINED_S = 330.0
@@ -46,7 +46,7 @@ def three(start_servers: StartServers) -> Iterator[list[VllmServer]]:
 
 
 class Front:
-    """A gateway in front of some of the servers, and what it tells about its pods."""
+    """A gateway in front of some of the servers, and what it reports about its pods."""
 
     def __init__(self, program: Program, http: aiohttp.ClientSession) -> None:
         self.program = program
@@ -140,7 +140,7 @@ async def front(three: list[VllmServer], redis: RedisServer) -> AsyncIterator[Fr
 
 
 async def test_a_full_server_is_full_and_not_broken(three: list[VllmServer], redis: RedisServer) -> None:
-    async with before(three, redis, "--queue-timeout-s", "0") as front:  # else the gateway's queue keeps it from that
+    async with before(three, redis, "--queue-timeout-s", "0") as front:  # or the gateway's queue keeps it from filling
 
         async def was_full() -> bool:
             return await front.metric('warmroute_gateway_retries_total{reason="status"}') > 0
@@ -175,7 +175,7 @@ async def test_a_reset_waits_for_the_blocks_in_use_and_else_says_so(front: Front
     await asyncio.wait_for(short, 2.0)
     long = await front.begin(three[1], 3500)
     said = await reset()
-    assert not long.done(), "it is too fast a machine for this test"
+    assert not long.done(), "the machine is too fast for this test"
     assert "emptied nothing" in said
     long.cancel()
     await asyncio.gather(long, return_exceptions=True)
@@ -242,8 +242,8 @@ def check_told(events: list[bytes], endpoint: Endpoint) -> None:
 async def test_what_a_server_gives_up_before_the_first_token_comes_from_elsewhere(
     three: list[VllmServer], redis: RedisServer, endpoint: Endpoint
 ) -> None:
-    """The only sign of it is an answer without tokens."""
-    sleeps, stays = three[2], three[0]  # of which neither is ever full
+    """The only sign of a server that gave up is an answer without tokens."""
+    sleeps, stays = three[2], three[0]  # neither is ever full
 
     async def ask(front: Front, number: int) -> list[bytes]:
         async with front.http.post(front.program.url + endpoint, json=asks(endpoint, number)) as answer:
@@ -307,7 +307,7 @@ async def test_a_server_that_drains_is_left_at_its_first_word(front: Front, thre
         assert traffic.failures == []
         await front.check_no_noise()
     finally:
-        await front.until(has_ended, DRAINED_S)  # else the next test takes it for one of the living
+        await front.until(has_ended, DRAINED_S)  # or the next test takes the server for a living one
 
 
 async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[VllmServer]) -> None:
@@ -320,7 +320,7 @@ async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[V
 
     async with Traffic(front.program.url, 4) as traffic:
         long = await front.begin(killed, 2000)
-        os.kill(core_pid, signal.SIGKILL)  # at its first token; of the others a starved test sees hundreds go by
+        os.kill(core_pid, signal.SIGKILL)  # at its first token: a starved test may miss hundreds of later ones
         assert not long.done(), "it ended too soon: the test shows nothing"
         out_s = await front.until(is_out)
         usage = await long

@@ -36,7 +36,7 @@ def ranked(start_servers: StartServers) -> Iterator[VllmServer]:
 
 
 def shown(gateway: Program) -> list[dict[str, Any]]:
-    """Return what the gateway tells about its targets."""
+    """Return what the gateway reports about its targets."""
     with urllib.request.urlopen(f"{gateway.admin}/v1/pods", timeout=10.0) as answer:
         pods: list[dict[str, Any]] = json.loads(answer.read())["pods"]
     return pods
@@ -48,7 +48,7 @@ def pods(gateway: Program) -> set[str]:
 
 
 def wait_for(gateway: Program, targets: set[str], deadline_s: float = 60.0) -> None:
-    """Wait for the targets: the engine's metrics tell its ranks a moment after the first probe."""
+    """Wait for the targets: the engine's metrics show its ranks a moment after the first probe."""
     give_up_at = time.monotonic() + deadline_s
     while (known := pods(gateway)) != targets:
         assert time.monotonic() < give_up_at, f"the gateway knows {known}"

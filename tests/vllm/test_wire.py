@@ -1,4 +1,4 @@
-"""A real vLLM's cache events have the forms that the gateway reads, and tell what the cache holds."""
+"""A real vLLM's cache events have the forms that the gateway reads, and report what the cache holds."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_stored_blocks_name_their_session_parent_and_tokens(small_server: VllmSe
     reused = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert reused > 0
     assert chain[by_session["dora-2"][0]["parent_block_hash"]] == reused, (
-        "reused blocks are not told, but are the parent"
+        "reused blocks are not reported, but the last one is the parent"
     )
 
 

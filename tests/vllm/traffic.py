@@ -71,8 +71,8 @@ async def stream(
     *,
     on_pod: Callable[[str], object] = lambda pod: None,
 ) -> dict[str, Any]:
-    """Return the usage of a whole stream. Raise AssertionError for any other. `on_pod` gets the name of the pod with
-    the first token."""
+    """Return the usage of a whole stream. Raise AssertionError for any other stream. `on_pod` gets the name of the pod
+    with the first token."""
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},

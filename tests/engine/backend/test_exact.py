@@ -59,7 +59,7 @@ def test_the_cases_are_of_every_architecture() -> None:
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", 150), ("float16", None)])
 def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path) -> None:
-    """Chunks and hits that end next to the edges of tiles and blocks; decoding over an edge; an answer read again."""
+    """Chunks and hits end next to edges of tiles and blocks. Decoding crosses an edge, and an answer is read again."""
     model = loaded("Mistral", tmp_path, dtype, sliding_window=window, max_position_embeddings=512)
     backend = TorchBackend(model, block_count=400, block_size=BLOCK_SIZE, exact=True)
     prompt = tokens(2 * KEYS + 40, seed=3)
@@ -95,7 +95,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
     step_tokens=st.integers(8, 90),
 )
 def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shared: int, step_tokens: int) -> None:
-    """Prompts with a common prefix, in steps of any size: each gets the same as alone on the engine."""
+    """Prompts with a common prefix run in steps of any size: each gets the same logits as alone on the engine."""
     common = tokens(shared, seed=9)
     prompts = [[*common, *tokens(length, seed=20 + i)] for i, length in enumerate(lengths)]
     together = serve(wide, empty(wide), [request(i, p) for i, p in enumerate(prompts)], step_tokens)
@@ -173,7 +173,7 @@ def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path
             assert warm.cached_tokens == split
             seen.append(near_and_far(warm, cold))
     near, far = map(sum, zip(*seen, strict=True))
-    assert near, "no gap under the bound: the model does not try it"
+    assert near, "no gap is under the bound, so the model does not test it"
     assert far
 
 
@@ -186,7 +186,7 @@ def in_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("terms", [7, 48, 128, 1000])
-def test_the_question_is_a_sum_of_which_only_rounding_is_left(terms: int) -> None:
+def test_the_trial_sum_cancels_up_to_rounding(terms: int) -> None:
     x, w = cancelling(terms, 40, torch.float32)
     exactly = x.double() @ w.double()
     assert float(exactly.abs().max()) < 1e-12
@@ -218,7 +218,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
 def test_a_library_that_agrees_with_itself_at_few_rows_alone(
     agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six heads share their keys, or three: more than the rows of the library's products."""
+    """Six heads share their keys, or three do: more than the library's products have rows."""
     model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
     plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
     prompt = tokens(KEYS + 22, seed=1)

@@ -24,13 +24,13 @@ class User:
     sequence: CachedSequence
     computed: int = 0
     canonical: list[int] = field(default_factory=list)
-    """The cached block for each leading block hit or committed: kept for this request, even if it is not its own."""
+    """The cached block for each leading block hit or committed: kept for this request, even if another computed it."""
     source: int | None = None
     """The block that rows are copied from: kept for this request until it commits."""
     tail: int | None = None
     """The request's block that was indexed though it was not full."""
     is_stale: bool = False
-    """Whether it was admitted before a reset."""
+    """Whether the request was admitted before a reset."""
 
 
 def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:

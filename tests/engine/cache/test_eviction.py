@@ -24,7 +24,7 @@ BLOCKS = 12
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """Chains grow, are used, pinned, spared, released and evicted: always the block that the definition names."""
+    """Chains grow, are used, pinned, spared, released and evicted. The definition names each block that is evicted."""
 
     is_lru = False
 
@@ -198,7 +198,7 @@ def served(cache: PrefixCache, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Eviction) -> None:
-    """Four of five prompts come once, and twice as many blocks as the pool has come between two uses of the prefix."""
+    """Four of five prompts come once. Twice the pool's blocks come between two uses of the prefix."""
     cache = PrefixCache(200, 1, eviction=eviction)
     shared = list(range(1, 41))
     fresh = 1000
@@ -219,8 +219,8 @@ def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Evic
 def test_a_flood_does_not_flush_prefixes_that_take_most_of_the_pool(
     eviction: Eviction, pool: int, least: float
 ) -> None:
-    """Eight prefixes of 64 blocks; for each request that has one, four prompts of 64 blocks come once. So a prefix is
-    asked for again after three pools of other blocks or more, and most are evicted before that when it all begins."""
+    """Eight prefixes have 64 blocks each. For each request with a prefix, four prompts of 64 blocks come once. So at
+    least three pools of other blocks come between two uses of a prefix, and at first most are evicted meanwhile."""
     cache, rng = PrefixCache(pool, 1, eviction=eviction), random.Random(1)
     prefixes = [list(range(64 * i + 1, 64 * i + 65)) for i in range(8)]
     fresh, hits = 10_000, 0
@@ -269,7 +269,7 @@ def test_a_conversation_that_goes_on_is_no_shared_prefix(eviction: Eviction) -> 
     assert served(cache, list(range(1, 50))) == 0
 
 
-def test_costs_that_make_no_sense_change_nothing_absurd() -> None:
+def test_absurd_costs_leave_the_depth_cost_between_0_and_1() -> None:
     cache = PrefixCache(50, 1, eviction=Eviction.COST)
     for token_s, attention_s in ((0.0, 0.0), (1e-6, 1e9), (1e-4, 1e-8)):
         cache.learn_cost(token_s, attention_s)
@@ -282,7 +282,7 @@ def test_costs_that_make_no_sense_change_nothing_absurd() -> None:
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
 def test_if_cost_counts_expensive_blocks_outlive_later_cheap_ones(eviction: Eviction) -> None:
-    """A token behind many others takes longer to compute. By use alone, the oldest block used once would go first."""
+    """A token after many others takes longer to compute. By use alone, the oldest block used once would go first."""
     cache = PrefixCache(40, 1, eviction=eviction)
     cache.learn_cost(1e-6, 1e-6)
     served(cache, list(range(1, 31)))

@@ -102,12 +102,12 @@ def test_counts_say_whether_it_is_a_loop() -> None:
     found = Loops(100)
     assert not found.admitted(90, 90), "less than a pool is too little to tell"
     assert found.admitted(90, 90)
-    assert not found.admitted(90, 0), "what brings nothing back has nothing to spare"
+    assert not found.admitted(90, 0), "if nothing comes back, there is nothing to spare"
     assert not found.admitted(90, 0)
     assert not found.admitted(30, 30), "two fifths are no loop"
     for _ in range(8):
         found.admitted(50, 50)
-    assert found.admitted(10, 10), "what was asked for long ago counts for little"
+    assert found.admitted(10, 10), "old requests count for little"
     found.clear()
     assert not found.admitted(90, 90)
 
@@ -129,7 +129,7 @@ def test_conversations_in_turn_are_no_loop(index: IndexKind) -> None:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_prompts_in_turn_may_begin_alike(index: IndexKind) -> None:
-    """A loop of prompts behind one system prompt, a fifth of each. That is hit anyway, and more must be hit."""
+    """The prompts of a loop begin with one system prompt, a fifth of each. It is hit anyway, and more must be hit."""
     cache = PrefixCache(POOL, SIZE, index=index, eviction=Eviction.LFU)
     rng = random.Random(4)
     system = [rng.randrange(100_000) for _ in range(8 * SIZE)]

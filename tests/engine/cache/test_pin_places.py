@@ -56,7 +56,7 @@ def order_after(operations: list[Operation], index: IndexKind, eviction: Evictio
 def test_an_expired_pin_is_where_its_last_use_left_it(
     operations: list[Operation], index: IndexKind, eviction: Eviction, kept: str
 ) -> None:
-    """Wrong guesses are the exception: in an order by use, what was kept in vain goes before others."""
+    """Wrong guesses are the exception: in an order by use, blocks kept in vain go before others."""
     without = order_after(operations, index, eviction, kept="")
     assert order_after(operations, index, eviction, kept=kept) == without
 

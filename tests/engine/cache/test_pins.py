@@ -92,9 +92,9 @@ class PinMachine(RuleBasedStateMachine):
         return sum((salt, tuple(tokens[:end])) in covered for end in range(BLOCK, len(tokens) + 1, BLOCK))
 
     def level(self, salt: str, tokens: list[int]) -> None:
-        """Cut salts to the least height that takes no more than is missing and leaves them no fewer than the asker.
+        """Cut salts to the least height that takes no more blocks than are missing, and none below the asker's number.
 
-        If some is missing still, single salts lose one block more while they have two more than the salt that asks.
+        If blocks are still missing, single salts lose one block more while they have two more than the salt that asks.
         """
         others = {other: self.held(other) for other in SALTS if other != salt}
         free = self.most - sum(map(self.held, SALTS))

@@ -117,7 +117,7 @@ def test_prompts_that_come_once_are_never_missed() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.lists(st.integers(0, 400), max_size=200))
 def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[int]) -> None:
-    """Digests may be forgotten, but none is made up, compared with a set."""
+    """Compared with a set, digests may be forgotten, but none is made up."""
     ghosts, noted = EvictedLately(blocks), set[int]()
     for i, number in enumerate(numbers):
         digest = root_digest(str(number).encode())
@@ -136,10 +136,10 @@ def test_blocks_of_a_chain_before_a_known_one_were_evicted_since() -> None:
     """A chain's end is evicted first; another digest may have overwritten a place in the table."""
     ghosts, chain = EvictedLately(1000), [root_digest(str(number).encode()) for number in range(30)]
     ghosts.note([chain[3], chain[11]], [7, 2])
-    assert ghosts.take(chain, 0) == bytes([7] * 4 + [2] * 8), "uses are those of the next known one"
-    assert ghosts.take(chain, 0) == b"", "they are forgotten"
+    assert ghosts.take(chain, 0) == bytes([7] * 4 + [2] * 8), "uses are those of the next known block"
+    assert ghosts.take(chain, 0) == b"", "taken blocks are forgotten"
     ghosts.note([chain[20]], [1])
     assert ghosts.has(chain[20])
-    assert ghosts.take(chain, 12) == b"", "what is behind eight unknown ones is not looked for"
+    assert ghosts.take(chain, 12) == b"", "blocks after eight unknown ones are not looked for"
     assert ghosts.take(chain, 13) == bytes([1] * 8)
     assert not ghosts.has(chain[20])

@@ -19,8 +19,8 @@ from tests.engine.cuda.cutting import prefill_tensors
 LAYERS = 3
 LAYER = 1
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 6e-2}
-"""Tolerance for outputs of up to 4: two units in the last place. Triton's interpreter truncates to bfloat16, devices
-round."""
+"""Tolerance for outputs of up to 4: two units in the last place. Triton's interpreter truncates to bfloat16, and
+devices round."""
 
 UNSHRUNK = (Phase.explicit, Phase.generate)
 """For settings(phases=): shrinking a failing example would take minutes in the interpreter."""
@@ -123,7 +123,7 @@ class Paged:
         """Return the kernel's attention of chunks (sequence, start, end), each [end - start, heads * dim], on the CPU.
 
         `padding`: number of additional rows. `forget`: tokens before the window of a chunk's first token are NaN too,
-        as if another sequence had taken their block. `tiling`: another cut than the kernel's own.
+        as if another sequence had taken their block. `tiling`: a cut other than the kernel's own.
         """
         shape = self.shape
         tiling = tiling or tiling_for(shape.heads, shape.kv_heads, self.device)

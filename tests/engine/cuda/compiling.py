@@ -1,11 +1,11 @@
 """Compiles kernels down to machine code for real cards, without a card.
 
 `compiled(arch, *scenarios)` runs scenarios, "module:function", in a process of its own: a function launches kernels on
-tensors of the "meta" device as a user would, and each launch is compiled, not run. So what is compiled is what a card
-would be given: the same types, alignments, settings.
+tensors of the "meta" device as a user would, and each launch is compiled, not run. So the compiled code is what a card
+would get: the same types, alignments and settings.
 
 It is another process because Triton decides at import between its compiler and the interpreter that the other tests
-use. It is one process for several scenarios because torch and Triton take it three seconds of a core to import.
+use. It is one process for several scenarios because importing torch and Triton takes three seconds of a core.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Compiled:
     begins_early: bool
     """Whether the kernel is launched before the previous kernel has ended."""
     waits_first: bool
-    """Whether it waits for that end before its first memory access and its first branch, and so in all cases."""
+    """Whether it waits for that end before its first memory access and its first branch, and so always."""
 
 
 def compiled(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
@@ -153,7 +153,7 @@ def _describe(kernel: Any, log: str) -> Compiled:
 
 
 def main() -> None:
-    """Compile for the card named first the scenarios named after it; writes JSON."""
+    """Compile scenarios, the later arguments, for the card that the first argument names. Write JSON."""
     arch = int(sys.argv[1])
     known: dict[str, Compiled] = {}
     found: dict[str, list[dict[str, Any]]] = {}

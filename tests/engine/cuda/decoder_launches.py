@@ -81,7 +81,7 @@ def whole_step() -> None:
 
 
 class _NoAttention:
-    """Does not write the outputs."""
+    """Attention that does not write the outputs."""
 
     def begin(self, step: StepTensors) -> None:
         pass

@@ -24,8 +24,8 @@ from tests.engine.model.helpers import Driven, drive, shuffled_blocks, tokens
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 """Tolerated distance of a row of logits, relative to its length."""
 TRUNCATED = 0.2
-"""The same for bfloat16 in Triton's interpreter, which truncates while devices round, also after each matrix product
-of few rows."""
+"""The same for bfloat16 in Triton's interpreter. It truncates where devices round, also after each matrix product of
+few rows."""
 BLOCK_SIZE = 4
 PADDING_BLOCK = 10**6
 """Fills tables after a sequence's last block, so that reading there is an error."""

@@ -119,7 +119,7 @@ def test_a_context_of_more_than_the_most_parts(device: torch.device, monkeypatch
 
 @given(tokens=st.integers(1, 200_000), more=st.integers(0, 200_000))
 def test_parts_of_a_longer_sequence_are_as_many_or_more(tokens: int, more: int) -> None:
-    """So scratch for the longest sequence is enough for all."""
+    """Scratch for the longest sequence is therefore enough for all."""
     assert 1 <= part_count(tokens) <= part_count(tokens + more) <= kernel.MAX_PARTS
 
 

@@ -170,7 +170,7 @@ def test_short_chunks_behind_long_prefixes_equal_float32(
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("chunk", [(8092, 8192), (7900, 8192), (0, 2048)])
 def test_the_sizes_of_llama_8b(device: torch.device, chunk: tuple[int, int], window: int | None) -> None:
-    """Only on a card: the interpreter would take minutes."""
+    """This runs only on a card, because the interpreter would take minutes."""
     if device.type == "cpu":
         pytest.skip("needs a CUDA device")
     shape = Shape(kv_heads=8, group=4, dim=128, dtype=torch.bfloat16, window=window)

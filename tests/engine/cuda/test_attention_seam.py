@@ -1,5 +1,5 @@
-"""The choice of a model's attention, and the arguments to optional libraries. Stand-ins with the libraries' interfaces
-interpret the arguments by the libraries' documentation, in plain torch."""
+"""The choice of a model's attention, and the arguments to optional libraries. Stand-ins in plain torch have the
+libraries' interfaces, and interpret the arguments as the libraries document them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class TestBugsOfOtherEngines:
         with pytest.raises(FenceError, match="a promote writes pool block 3, which an open copy still reads"):
             copier.promote(pairs((5, 3)))
         engine.end_all()
-        assert not copier.fences.is_block_idle(3), "nobody has been told yet"
+        assert not copier.fences.is_block_idle(3), "the end has not been reported yet"
         copier.poll()
         copier.fences.check_step(reads=(), writes=(3,))
         copier.promote(pairs((5, 3)))
@@ -264,7 +264,7 @@ def test_a_stalled_copy_is_noticed_before_it_ends() -> None:
     clock.now_s = 100.25
     engine.end(engine.in_flight[0])
     copier.poll()
-    assert copier.bytes_per_s(PROMOTE) == pytest.approx(usual), "the next one has had no time yet"
+    assert copier.bytes_per_s(PROMOTE) == pytest.approx(usual), "the next copy has had no time yet"
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 10)), min_size=1, max_size=30))

@@ -170,7 +170,7 @@ class Copies(RuleBasedStateMachine):
             if pair in finished.done:
                 assert target[pair.target] == value
                 self.believed[side][pair.target] = value
-            elif isinstance(target[pair.target], ScriptedRun):  # else it was never begun, and holds what it held
+            elif isinstance(target[pair.target], ScriptedRun):  # a copy that never began left its target unchanged
                 target[pair.target] = self.believed[side][pair.target] = f"lost {finished.copy_id}"
 
 

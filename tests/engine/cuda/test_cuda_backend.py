@@ -54,7 +54,7 @@ async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, grap
     found = await answers(cuda_backend(model, device, graphs=graphs), prompts())
     agree(found, expected)
     assert any(logprob is not None for _, logprob in found[4])
-    assert (sum(graph.replays - 1 for graph in device.graphs) > 5) == bool(graphs), "the first is of the capturing"
+    assert (sum(graph.replays - 1 for graph in device.graphs) > 5) == bool(graphs), "capturing replays each graph once"
 
 
 @plain
@@ -71,7 +71,7 @@ async def test_requests_that_lose_their_blocks_go_on_in_others(model: Decoder) -
 
 @plain
 async def test_with_the_kernels_too(folder: Path, device: torch.device) -> None:
-    """In the interpreter, or on the card if there is one; a step of one decode token is a graph."""
+    """This runs in the interpreter, or on the card if there is one. A step of one decode token is a graph."""
 
     def requests() -> list[Request]:
         return [Request(1, tokens(11, 1), 5, GREEDY), Request(2, [*tokens(11, 1), 6], 3, SamplingParams(seed=8))]
@@ -106,7 +106,7 @@ async def test_a_step_is_launched_before_the_one_before_has_ended(model: Decoder
     device.held = held = threading.Event()
     first = asyncio.create_task(backend.run(StepPlan((prefill(one, [0, 1]), prefill(two, [2, 3])))))
     await asyncio.sleep(0)
-    # In another order, and only one of the two requests continues.
+    # Only the second request continues, in another row.
     second = asyncio.create_task(backend.run(StepPlan((decode(two, PENDING, [2, 3], 0),))))
     # Its launch has written the slot of the token that the host did not know.
     await wait_until(lambda: bool(backend.pool.data[3, :, :, 1].isfinite().all()))
@@ -180,7 +180,7 @@ async def test_a_token_that_the_model_lacks_costs_one_step(model: Decoder) -> No
     bad = Request(1, [3, model.config.vocab_size], 5, GREEDY)
     with pytest.raises(ValueError, match="token id 97 is out of range; the model has 97 tokens"):
         await backend.run(StepPlan((prefill(bad, [0]),)))
-    assert backend.pool.data.isnan().all(), "nothing of it was launched"
+    assert backend.pool.data.isnan().all(), "nothing of the step was launched"
     good = Request(2, [3, model.config.vocab_size - 1], 5, GREEDY)
     assert list((await backend.run(StepPlan((prefill(good, [0]),)))).sampled) == [2]
     await backend.close()

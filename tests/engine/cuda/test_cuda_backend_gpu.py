@@ -136,7 +136,7 @@ def test_a_graph_gives_what_the_step_without_gives(model: Decoder) -> None:
                 r.output_tokens.append(sampled[r.id].token)
             found.append(sampled)
         outcomes.append(found)
-    # Padded to another number of rows, a matrix product may sum in another order.
+    # A matrix product that is padded to another number of rows may sum in another order.
     for plain, replayed in zip(*outcomes, strict=True):
         for i in plain:
             assert plain[i].token == replayed[i].token

@@ -57,7 +57,7 @@ def test_every_variant_fits_without_spills(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", list(SHARED_BYTES))
 def test_products_of_few_rows_are_what_a_fast_kernel_must_be(arch: int) -> None:
-    """They prefetch weights in wide pieces, multiply on tensor cores, and fit twice on a multiprocessor."""
+    """The products prefetch weights in wide pieces, multiply on tensor cores, and fit twice on a multiprocessor."""
     kernels = launches(LLAMA_8B, arch)
     assert Counter(kernel.name for kernel in kernels) == Counter({"_linear": 5})
     for kernel in kernels:

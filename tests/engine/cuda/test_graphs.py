@@ -159,7 +159,7 @@ def test_capturing_ends_when_memory_runs_out(error: Exception, fail: Callable[[E
     assert said == ["no memory for more CUDA graphs: 2 of 8 are captured"]
 
 
-def test_any_other_error_is_none_of_memory() -> None:
+def test_any_other_error_is_not_taken_for_lack_of_memory() -> None:
     def failing(step: StepTensors) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -168,5 +168,5 @@ def test_any_other_error_is_none_of_memory() -> None:
 
 
 def test_the_inputs_are_as_large_as_planned() -> None:
-    # Two int64, two int32 of 8 rows each, aligned to 16, and the tables.
+    # Two int64 arrays and two int32 arrays of 8 rows each, aligned to 16, and the tables.
     assert inputs_bytes(8, WIDTHS) == 2 * 64 + 2 * 32 + 8 * 16 * 4

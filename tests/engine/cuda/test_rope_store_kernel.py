@@ -113,7 +113,7 @@ def test_queries_turn_in_place_and_keys_and_values_reach_their_slots(case: Case,
 
 
 def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
-    """It also rounds between norm, weight and rotation, like `expected`; rounding once at the end would differ."""
+    """The kernel also rounds between norm, weight and rotation, as `expected` does. One rounding would differ."""
     case = Case(12, 2, 64, dtype=torch.float16, normed=True)
     done = run(case, device, [0, 1, 2, 3, 4])
     assert (done.queries != done.expected[:, :12].half()).float().mean() < 0.01

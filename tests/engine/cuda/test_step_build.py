@@ -175,7 +175,7 @@ def test_widths_are_few_and_hold_every_sequence(max_blocks: int, size: int) -> N
 
 
 def test_a_buffer_is_written_again_only_when_it_was_read() -> None:
-    """Three steps go out at once; the fourth waits for the first one's event."""
+    """Three steps go out at once. The fourth waits for the first step's event."""
     device = CpuDevice()
     waited: list[int] = []
 

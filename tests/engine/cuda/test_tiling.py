@@ -1,4 +1,4 @@
-"""The cut of prompt chunks: every token once, every part once, no more sums than the scratch holds."""
+"""The cut of prompt chunks has every token once and every part once, and no more sums than the scratch holds."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        assert not bench.loop._queued_s, "nothing is remembered of a request that has left"
+        assert not bench.loop._queued_s, "a request that has left is forgotten"
 
 
 def request(id_: int, *, prompt: Iterable[int] = range(20), max_tokens: int = 4, keys: int = 0) -> Request:
@@ -180,7 +180,7 @@ async def fail_once(bench: Bench, request_id: int) -> None:
 
 
 async def test_after_many_failed_steps_in_a_row_the_loop_ends() -> None:
-    """As after an error that a card does not recover from. The last request still gets its own step's error."""
+    """A card does not recover from some errors. The last request still gets its own step's error."""
     lost = RuntimeError("device lost")
     bench = Bench(Script(*[lost] * 99))
     async with running(bench) as task:

@@ -1,4 +1,5 @@
-"""A device in virtual time under the step loop. It checks every step, and records when each was given, begun, ended."""
+"""A device in virtual time under the step loop. It checks every step, and records when the step was given, and began
+and ended."""
 
 from __future__ import annotations
 
@@ -84,6 +85,6 @@ class VirtualDevice:
 
 
 async def _sleep(delay_s: float) -> None:
-    """Sleep. Unlike asyncio's, a delay of 0 does not yield at all."""
+    """Sleep. Unlike `asyncio.sleep`, this does not yield at all if the delay is 0."""
     if delay_s > 0:
         await asyncio.sleep(delay_s)

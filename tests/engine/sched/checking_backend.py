@@ -1,7 +1,7 @@
-"""A backend that does not trust the scheduler: it models the pool token by token and checks all that it is told to do.
+"""A backend that does not trust the scheduler: it models the pool token by token and checks every step's plan.
 
 Its "model" chooses the next token by a hash of the whole context, which it reads back from the pool. So KV of a wrong
-token, position or chain gives another answer than `oracle`.
+token, position or chain gives an answer that differs from the oracle's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A device that accepts a step ahead: it checks, writes and samples when told to, oldest step first.
 
-Between `launch` and `execute` the host may do anything. `execute` finds in the pool what that damages.
+Between `launch` and `execute` the host may do anything. `execute` finds any damage in the pool.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ class InOrderBackend(CheckingBackend):
             for chunk in plan.chunks:
                 assert all(block in hands for block in chunk.blocks), "a block in use was given back"
                 for block in chunk.blocks[chunk.start // self.size :]:
-                    assert hands[block] == 1, "a block that is written is in two hands"
+                    assert hands[block] == 1, "a block that is written has two owners"
                     assert not self.cache._indexed.digests[block], "a block was published before it was written"

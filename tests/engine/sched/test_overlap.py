@@ -88,9 +88,9 @@ def test_blocks_of_a_request_found_to_have_stopped_stay_until_the_step_ahead_has
     [output] = end(scheduler, first, t1=STOP)
     assert output.finish is FinishReason.STOP
     scheduler.add(Request(2, [2] * 12, max_tokens=1))
-    assert scheduler.schedule_ahead() is None, "two blocks are free, it needs three"
+    assert scheduler.schedule_ahead() is None, "two blocks are free, and it needs three"
     assert scheduler.load().blocks_free == 2
-    assert end(scheduler, second) == [], "the token behind the last is nobody's"
+    assert end(scheduler, second) == [], "the token after the last belongs to no request"
     assert scheduler.load().blocks_free == 4
     third = begin(scheduler)
     assert ids(third) == [2]

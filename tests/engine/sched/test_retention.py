@@ -1,4 +1,4 @@
-"""What is pinned unasked: conversations whose tool runs, for as long as tools take, and prefixes before a branch."""
+"""Pins that nobody asked for: conversations while their tool runs, and prefixes before a branch."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_request_that_does_not_fit_all_the_same_ends_no_pin() -> None:
     assert len(served.cache.learnt) == 4
     served.add(list(range(3000, 3120)), 1)
     served.step()
-    assert len(served.cache.learnt) == 4, "it waits for the running one's end, whatever is given up"
+    assert len(served.cache.learnt) == 4, "it waits for the running request's end, whichever pins end"
     while served.scheduler.has_work:
         served.step()
     assert len(running.output_tokens) == 8

@@ -125,7 +125,7 @@ def test_no_request_is_admitted_into_the_growth_of_those_that_run() -> None:
     scheduler.add(Request(0, list(range(8)), max_tokens=8))
     step(scheduler)
     scheduler.add(Request(1, [50, 51, 52], max_tokens=2))
-    assert ids(step(scheduler)) == [0], "a block is free for it, but not one for the growth of each besides"
+    assert ids(step(scheduler)) == [0], "a block is free for it, but none besides for the running request to grow"
     drain(scheduler)
     assert scheduler.stats().preemptions == 0
 
@@ -237,7 +237,7 @@ def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache() -> None:
 
 
 def test_one_request_whose_duplicates_fill_the_pool_goes_on() -> None:
-    """Its last prompt block is cached already and computed again. Keeping both takes five blocks of four."""
+    """Its last prompt block is cached already and computed again. Keeping both takes five blocks; there are four."""
     scheduler = make(blocks=4, block_size=2)
     scheduler.add(Request(0, [1, 2, 3, 4], max_tokens=1))
     drain(scheduler)

@@ -125,8 +125,8 @@ def test_times_that_are_not_positive_are_ignored() -> None:
     assert fit.cost() == StepCost()
 
 
-def test_the_shortest_step_is_of_late() -> None:
-    """It is known from the first step on. After a device has become slower, it follows after some hundred steps."""
+def test_the_shortest_step_follows_the_device() -> None:
+    """It is known from the first step on. If the device becomes slower, it follows after some hundred steps."""
     fit = StepCostFit()
     assert fit.least_s == 0
     for number in range(100):

@@ -140,7 +140,7 @@ async def test_a_chat_with_tools_outlives_a_flood_until_its_result_comes(start: 
         assert kept > 10
         await ask(engine, CHAT, {**asked, "tools": [TOOL], "tool_choice": "none", "cache_salt": "other"})
         await ask(engine, CHAT, {**asked, "cache_salt": "third"})
-        assert len(engine.service.scheduler.pins[1]) == kept, "a model that may call no tool waits for none"
+        assert len(engine.service.scheduler.pins[1]) == kept, "a model that may call no tool waits for no result"
         await flood(engine)
         usage = await ask(engine, CHAT, {"messages": [*turns, result], "tools": [TOOL], "max_tokens": 4})
         assert usage["prompt_tokens_details"]["cached_tokens"] > 160

@@ -60,7 +60,7 @@ async def test_a_models_name_may_be_encoded_or_not(engine: Engine, path: str) ->
     engine.state.service = replace(engine.service, model=replace(engine.service.model, name=name))
     async with engine.http.get(URL(f"{engine.url}/v1/models/{path}", encoded=True)) as response:
         assert (response.status, (await response.json())["id"]) == (200, name)
-    assert 'path="/v1/models/{model}"' in await engine.text("/metrics"), "clients make no time series"
+    assert 'path="/v1/models/{model}"' in await engine.text("/metrics"), "clients cannot create time series"
 
 
 @pytest.mark.parametrize("text", ["hello there", "Größe 你好 🙂 <|im_end|>", "", " \n"])
@@ -224,7 +224,7 @@ async def test_health_fails_when_the_step_loop_has_died(engine: Engine, monkeypa
 
 
 async def test_health_fails_after_steps_that_all_failed(start: Start) -> None:
-    """As with a card that has fallen off the bus: a pod that answers only errors must be restarted."""
+    """A pod that answers only errors must be restarted, for example because its card has fallen off the bus."""
 
     class Lost:
         max_in_flight = 1

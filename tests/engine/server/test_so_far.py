@@ -1,4 +1,4 @@
-"""An answer that continues the beginning from another engine."""
+"""An answer that continues the beginning of another engine's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same seed in another process: the same answers, and in virtual time the same steps."""
+"""Processes with the same seed give the same answers, and in virtual time take the same steps."""
 
 from __future__ import annotations
 

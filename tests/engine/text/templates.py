@@ -88,5 +88,5 @@ QWEN = """\
 
 ALL = {"chatml": CHATML, "llama": LLAMA, "mistral": MISTRAL, "qwen": QWEN}
 APPENDING = ("chatml", "llama", "qwen")
-"""Templates whose rendering of a conversation starts with that of its beginning; Mistral's moves the system text."""
+"""Templates that render a conversation as a continuation of its beginning; Mistral's moves the system text."""
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -15,7 +15,7 @@ from tests.engine.tiers.slot_copies import BLOCK_BYTES, Flying, FlyingJob, Memor
 
 @dataclass
 class FolderModel:
-    """Block contents by digest; `parents`: the block that each one needs."""
+    """Block contents by digest. `parents`: the block that each block needs."""
 
     contents: dict[bytes, list[Any]] = field(default_factory=dict)
     parents: dict[bytes, bytes] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class FolderModel:
         self.parents[label.digest] = label.parent
 
     def remove(self, digest: bytes) -> None:
-        """Remove a block, and before it all blocks that need it, like an engine that makes room."""
+        """Remove a block like an engine that makes room, after all blocks that need it."""
         for child in [child for child, parent in self.parents.items() if parent == digest]:
             self.remove(child)
         del self.contents[digest], self.parents[digest]
@@ -44,7 +44,7 @@ class FolderModel:
 
 @dataclass(eq=False)
 class FolderFlying(Flying):
-    """A run to or from the folder, with the labels of its blocks as of its begin."""
+    """A run to or from the folder, with the labels that its blocks had when it began."""
 
     labels: list[Label] = field(default_factory=list)
     resets: int = 0
@@ -52,7 +52,7 @@ class FolderFlying(Flying):
 
 @dataclass
 class FolderCopies:
-    """One engine's copies: runs in flight, and the labels it was given for the slots."""
+    """One engine's copies: runs in flight, and the labels that the engine gave for the slots."""
 
     upper: Memory
     folder: FolderModel

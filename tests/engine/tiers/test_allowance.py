@@ -25,7 +25,7 @@ SECONDS = st.floats(1e-6, 10.0)
 
 
 ENDS = 24
-"""Requests of the test below. What each leaves is processed and released, even if nothing of the share is left."""
+"""Requests of the test below. The blocks of each are processed and released, even if the share is used up."""
 
 
 class Ticking:
@@ -43,7 +43,7 @@ class Ticking:
 def test_what_is_spent_is_a_share_of_the_steps_and_one_operation(
     share: float, steps: list[tuple[float, list[float]]]
 ) -> None:
-    """Holds from any step on, if each operation begins only when that is allowed."""
+    """This holds from any step on, if each operation begins only when it is allowed."""
     now = [0.0]
     allowance = Allowance(share, lambda: now[0])
     spent: list[float] = []
@@ -64,7 +64,7 @@ def test_what_is_spent_is_a_share_of_the_steps_and_one_operation(
             assert sum(spent[first:stop]) <= bound * (1 + 1e-9) + 1e-9
 
 
-def test_nothing_is_bounded_while_nobody_is_computed_and_no_debt_is_left_of_that() -> None:
+def test_nothing_is_bounded_while_no_request_is_computed_and_no_debt_remains() -> None:
     now = [0.0]
     allowance = Allowance(0.01, lambda: now[0])
     allowance.begin_step(0.0)
@@ -85,7 +85,7 @@ def test_nothing_is_bounded_while_nobody_is_computed_and_no_debt_is_left_of_that
 
 
 class PacedMachine(TiersMachine):
-    """All that holds for tiers also holds if their operations take time, which steps of others bound."""
+    """All that holds for tiers also holds if their operations take time and are bounded by others' steps."""
 
     tick_s = 0.004
 
@@ -143,12 +143,12 @@ class DecodeCost(FixedCost):
 
 @pytest.mark.parametrize("tick_s", [0.0001, 0.05, 0.2])
 def test_copies_take_their_share_of_the_steps_of_others(tick_s: float) -> None:
-    """One request decodes all the time; beside it prompts come that push each other out of the pool. Each operation of
-    copies downwards takes `tick_s`; in all they take a share of the steps, plus what each request's end takes."""
+    """One request decodes all the time, while prompts come that push each other out of the pool. Each operation of
+    copies downwards takes `tick_s`. In all they take a share of the steps, plus the time at each request's end."""
     clock = Ticking(0.0)
     cache = PrefixCache(80, 2)
     pod = make_pod(cache, (400,), clock, token_s=1.0, rate=1e9, running=3)
-    pod.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has what the scheduler asks of it
+    pod.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has the methods that are called
     pod.tiers.learn_cost(DecodeCost(1.0).cost())
     allowance = pod.tiers._allowance
     allowance._clock = Ticking(tick_s)

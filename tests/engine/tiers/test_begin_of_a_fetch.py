@@ -1,4 +1,4 @@
-"""The step of others in which a fetch is decided does not wait until the fetch has begun."""
+"""A fetch is decided in a step of other requests, and that step does not wait until the fetch has begun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Beside:
         self.called = 0
         self.pod: Pod = make_pod(PrefixCache(blocks, 2), (100,), lambda: 0.0, token_s=1.0, rate=1e4, running=4)
         self.scheduler, self.tiers = self.pod.scheduler, self.pod.tiers
-        self.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has what the scheduler asks of it
+        self.scheduler._step_cost = DecodeCost(1.0)  # type: ignore[assignment]  # has the methods that are called
         self.tiers.learn_cost(self.scheduler._step_cost.cost())
         self.tiers._later = self.later
         self.answer(0, PROMPT)
@@ -61,7 +61,7 @@ class Beside:
 
     @property
     def coming(self) -> int:
-        """Return the number of blocks for which a copy was asked."""
+        """Return the number of blocks for which a copy was requested."""
         return self.pod.links[0].copier.open_blocks(Direction.PROMOTE)
 
 
@@ -88,7 +88,7 @@ def test_it_begins_once_the_step_runs(requests: int) -> None:
 
 
 def test_fetches_of_one_step_begin_in_order_and_each_knows_of_those_before_it() -> None:
-    """As if each had begun when it was decided. Else all would count on an empty queue, and most would be late."""
+    """Each fetch counts the queue of earlier fetches. Otherwise all would assume an empty queue, and most be late."""
     engine = Beside()
     others = [tuple(range(start, start + 16)) for start in (20, 40)]
     for prompt in others:
@@ -132,7 +132,7 @@ def test_what_is_not_wanted_any_more_does_not_begin(ends: str) -> None:
     assert engine.coming == 0
     assert not engine.tiers.is_busy
     engine.scheduler.complete(engine.pod.backend.run(plan))
-    assert engine.step() == ({1, 2} if ends == "reset" else {1}), "what waits is computed"
+    assert engine.step() == ({1, 2} if ends == "reset" else {1}), "the waiting request is computed"
 
 
 def test_a_pool_that_has_filled_up_meanwhile_has_it_computed() -> None:
@@ -153,7 +153,7 @@ def test_a_pool_that_has_filled_up_meanwhile_has_it_computed() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
-    """The copies of what a request leaves behind, beside others, begin then, also if its client has left."""
+    """While other requests run, copies of an ended request's blocks begin then, even if its client has left."""
     engine = Beside()
     other = tuple(range(40, 56))
     engine.scheduler.add(Request(2, other, tokens))
@@ -161,7 +161,7 @@ def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
     assert engine.scheduler.abort(2) == (tokens > 1)
     link, prompt_blocks = engine.pod.links[0], len(other) // 2
     engine.step()
-    assert link.copier.open_blocks(Direction.DEMOTE) == 0, "neither as the request ends nor with the next plan"
+    assert link.copier.open_blocks(Direction.DEMOTE) == 0, "none begins as the request ends or with the next plan"
     assert engine.called > 0
     for _ in range(200):
         engine.tiers.go_on()
@@ -171,4 +171,4 @@ def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
             break
         if link.lower.count_hits(link.lower.open(other), 100) == 2 * prompt_blocks:
             return
-    raise AssertionError("it has gone down")
+    raise AssertionError("the blocks have not gone down")

@@ -1,4 +1,4 @@
-"""Copies beside steps, on the CPU with real threads: no step makes one or waits for one, and none waits for a step."""
+"""Copies beside steps, on the CPU with real threads: no step makes or awaits a copy, and no copy awaits a step."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_what_has_been_copied_is_taken_in_while_a_step_runs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole prompt goes down during one step, in nine pieces, one at a time. The blocks are then free for others, and
-    what the step computes is right."""
+    the step's result is right."""
     async with small_pieces(checkpoint, monkeypatch) as (pod, (host,), steps):
         short = [2, *range(4, 100)]  # there is room for it while all blocks of the other prompt are held
         cold, computed = (await pod.answer(1))[0], (await pod.answer(2, prompt=short))[0]

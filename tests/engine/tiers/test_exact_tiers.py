@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 FINGERPRINT = b"f" * 32
 PROMPT = tokens(22, seed=1)
 IN_BLOCKS = 20
-"""The prompt's tokens in whole blocks, which is what tiers hold of it."""
+"""The prompt's tokens in whole blocks, because tiers hold whole blocks."""
 
 
 class Copies:
@@ -132,5 +132,5 @@ def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path
     finally:
         close_stores(stores, tiers)
     near, far = map(sum, zip(*seen, strict=True))
-    assert near, "no gap under the bound: the model does not try it"
+    assert near, "no gap is under the bound, so the model does not test it"
     assert far

@@ -153,7 +153,7 @@ def test_a_tier_without_an_index_is_refused(checkpoint: Path) -> None:
 
 
 async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_path: Path) -> None:
-    """Only the same model finds it; blocks damaged meanwhile are computed again, with the same answer."""
+    """Only the same model finds its blocks. Blocks damaged meanwhile are computed again, with the same answer."""
     fields: dict[str, Any] = {"host_cache_bytes": 2**24, "disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / "kv"}
     cold = {}
     async with engine(checkpoint, **fields) as pod:

@@ -32,7 +32,7 @@ def compute(pod: Pod, request: Request) -> None:
 
 
 def test_it_does_not_keep_its_blocks_from_a_request_that_goes_first() -> None:
-    """The disk hangs. The fetch's request is not looked at while one before it does not fit."""
+    """The disk hangs. The fetch's request is not looked at while a request before it does not fit."""
     now_s = 0.0
     pod = make_pod(PrefixCache(POOL_BLOCKS, 2), (100, 200), lambda: now_s, token_s=1.0, rate=1e4, running=4)
     compute(pod, Request(0, PROMPT, 1))

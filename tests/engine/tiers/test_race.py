@@ -66,7 +66,7 @@ def test_no_step_is_thought_shorter_than_the_shortest() -> None:
 
 @pytest.mark.parametrize(("next_s", "blocks"), [(0.0, 4), (5e-3, 0), (1e-3, 4)])
 def test_a_fetch_that_ends_in_the_midst_of_a_step_waits_for_its_end(next_s: float, blocks: int) -> None:
-    """64 tokens arrive after 0.1 ms and save 6.4 ms, but not if a step of 5 ms comes in between, and more after it."""
+    """64 tokens arrive after 0.1 ms and save 6.4 ms, unless steps of 5 ms come in between and afterwards."""
     prefill = Prefill(65, 0, 2048, StepCost(token_s=1e-4), next_s=next_s, further_s=next_s)
     assert plan(prefill, [Held(4, 16, 25e-6, 0.0)]).fetched_blocks == blocks
 

@@ -170,13 +170,13 @@ def test_room_is_made_by_use_and_a_block_goes_before_its_parent(tmp_path: Path) 
         for label in labels:
             store(folder, label)
             os.utime(folder._path(label.digest, label.parent), (1000.0 - age, 1000.0 - age))
-    os.utime(folder._path(CHAIN[1][0].digest, NO_DIGEST), (0.0, 0.0))  # their first: long unused by itself
+    os.utime(folder._path(CHAIN[1][0].digest, NO_DIGEST), (0.0, 0.0))  # their first block, long unused by itself
     whole = 1 + CHAINS * (DEPTH - 1)
     for room in range(whole, 0, -1):
         assert Janitor(tmp_path, room * FILE_BYTES, "a").sweep() is not None
         found = [leading(folder, labels) for labels in CHAIN]
         assert sum(found) - (CHAINS - 1) * (found[0] > 0) == len(files(tmp_path))
-        assert found == sorted(found, reverse=True), "the least lately used first"
+        assert found == sorted(found, reverse=True), "the least recently used go first"
 
 
 @pytest.mark.parametrize("cut", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, FILE_BYTES - 1, FILE_BYTES + 1])
@@ -202,7 +202,7 @@ def test_blocks_of_another_model_version_tenant_or_content_are_not_served(tmp_pa
     moved = other._path(label.digest, label.parent)
     moved.parent.mkdir()
     mine._path(label.digest, label.parent).rename(moved)
-    with pytest.raises(OSError, match="not the block"):  # even if the file lay there
+    with pytest.raises(OSError, match="not the block"):  # even if the file lies there
         load(other, label)
     store(mine, label)
     with pytest.raises(OSError, match="not the block"):  # digests that collide
@@ -231,7 +231,7 @@ def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Pat
     assert not lock.exists()
     assert janitors[1]._take_turn()
     janitors[0]._end_turn()
-    assert lock.exists(), "the turn of another one is not ended"
+    assert lock.exists(), "another engine's turn is not ended"
 
 
 def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Two engines over one folder: random traffic in each, one of them killed, blocks removed from the folder. Every token
-of both is checked, and what each publishes."""
+of both is checked, and so are the keys that each publishes."""
 
 from __future__ import annotations
 

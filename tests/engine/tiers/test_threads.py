@@ -12,7 +12,7 @@ from engine.tiers.threads import ThreadedCopies
 
 
 class Mover:
-    """Moves nothing. It fails where a test says so, as files and memory do, or in a way that nobody expects."""
+    """Moves nothing. It fails where a test says so, as files and memory do, or in an unexpected way."""
 
     block_bytes, pool_blocks, host_slots = 10, 64, 64
 

@@ -86,7 +86,7 @@ def make_pod(
     eviction: Eviction = Eviction.LRU,
     folder: FolderModel | None = None,
 ) -> Pod:
-    """Build an engine with tiers of so many blocks below the cache, and the folder below these."""
+    """Build an engine with tiers of `lower` blocks below the cache, and the folder below these."""
     backend = CheckingBackend(cache, 20)
     copies: list[SlotCopies | FolderCopies] = []
     links: list[Link] = []
@@ -113,12 +113,12 @@ def make_pod(
     tiers = Tiers(cache, links, step_tokens=20, clock=clock, shared=side)
     tiers.learn_cost(StepCost(token_s=token_s))
     scheduler = Scheduler(cache, SchedulerConfig(20, running, max_waiting=8), tiers)
-    scheduler._step_cost = FixedCost(token_s)  # type: ignore[assignment]  # has what the scheduler asks of it
+    scheduler._step_cost = FixedCost(token_s)  # type: ignore[assignment]  # has the methods that are called
     return Pod(cache, backend, links, copies, tiers, scheduler, side)
 
 
 class TiersMachine(SchedulerMachine):
-    """All that holds without tiers also holds with them: outputs, blocks, what is free in the end."""
+    """All that holds without tiers also holds with them: outputs, blocks, and the free blocks in the end."""
 
     @initialize(
         blocks=st.integers(5, 12),
@@ -149,7 +149,7 @@ class TiersMachine(SchedulerMachine):
         self.now_s = 0.0
         cache = PrefixCache(blocks, block_size, index=index, eviction=eviction, pinned_blocks=int(pinned * blocks))
         self.use(self.make(cache, lower, token_s=token_s, rate=rate, running=running, eviction=eviction))
-        if later:  # by the rule, or as late as it may be: with the next step
+        if later:  # deferred work is done as late as it may be, with the next step
             self.tiers._later = lambda: None
         self.requests: dict[int, Request] = {}
         self.next_id = 0
@@ -266,11 +266,11 @@ class TiersMachine(SchedulerMachine):
             del self.published[key]
             assert not any(self.parents.get(child) == key for child in self.published), "a key went before its children"
         for key, tier in changes.stored:
-            assert self.published.get(key) is not tier, "a change that is none"
+            assert self.published.get(key) is not tier, "a reported change changes nothing"
             self.published[key] = tier
             parent = self.parents.get(key)
             assert parent is None or parent in self.published, "a key came before its parent"
-        # What is only in the folder belongs to no engine.
+        # Blocks that are only in the folder belong to no engine.
         caches = [self.cache, *[link.lower for link in self.links if link.tier != Place.SHARED]]
         model: dict[PrefixKey, Tier] = {}
         for tier, cache in reversed(list(zip(Tier, caches, strict=False))):

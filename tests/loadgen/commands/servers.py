@@ -13,7 +13,7 @@ from tests.loadgen.experiment.scripted_arms import ArmGateway
 
 @dataclass
 class LimitedGateway(ArmGateway):
-    """Refuses concurrent requests beyond `limits[policy]`; each takes `service_s`, except the first `quick`."""
+    """Refuses concurrent requests beyond `limits[policy]`. Each takes `service_s`, except the first `quick` ones."""
 
     limits: dict[str, int] = field(default_factory=dict)
     service_s: float = 0.05

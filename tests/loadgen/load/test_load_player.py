@@ -147,7 +147,7 @@ async def test_a_closed_loop_bounds_branches_too() -> None:
 
 @pytest.mark.looptime
 async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_were_due() -> None:
-    # 0.5 s of service, 10 requests a second, one at a time: request k waits for k others.
+    # 10 requests a second are due, and each takes 0.5 s. They run one at a time, so request k waits for k others.
     arrivals = ArrivalSpec(ArrivalKind.CONSTANT, rate=10.0)
     client = FakeClient(lambda call: 0.5)
     result = await run(client, spec=replace(CONSTANT, arrivals=arrivals, sessions=20, max_in_flight=1))

@@ -32,7 +32,7 @@ def children() -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs. A zombie does not: without a parent that waits, orphans stay in the table."""
+    """Return whether the process runs. A zombie does not: orphans stay in the table if no parent waits for them."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Emulated pods with tiers: blocks evicted from the pool come back, also on another pod, and gateways are told."""
+"""Emulated pods with tiers: blocks evicted from the pool come back, also on another pod, and gateways learn of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that the fleet computes once for all pods are those of each pod; a run leaves no garbage."""
+"""The values that the fleet computes once for all pods equal each pod's own, and a run leaves no garbage."""
 
 from __future__ import annotations
 

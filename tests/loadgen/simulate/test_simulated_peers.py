@@ -159,7 +159,7 @@ def test_dynamo_counts_a_block_that_requests_share_once() -> None:
     peer.ended(shared[1], A, 0.2, completed=True)
     peer.reported(B, held(1, 2, 3, 4), 0.2)
     peer.reported(A, held(1, 2, 3, 4), 0.2)
-    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and no own blocks, compared with 24 and 16"
+    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and no blocks of its own, against 24 and 16"
 
 
 def test_dynamo_knows_nothing_of_its_own_choices_before_events() -> None:

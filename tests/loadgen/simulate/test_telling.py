@@ -1,4 +1,4 @@
-"""The delay of messages between simulated gateways: as long as real ones, in order, and the same each time."""
+"""Messages between simulated gateways are delayed as between real ones, in order, and the same each time."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_equal_seeds_are_equal_and_others_are_not() -> None:
 
 
 def requests(rate: float, count: int, seed: int) -> list[tuple[float, int]]:
-    """Return (time, gateway) of the messages of two gateways that tell only where each request went."""
+    """Return (time, gateway) of the messages of two gateways that report only where each request went."""
     rng, paces, now_s = random.Random(seed), [Pace(), Pace()], 0.0
     sent = []
     for _ in range(count):
@@ -96,7 +96,7 @@ def requests(rate: float, count: int, seed: int) -> list[tuple[float, int]]:
 
 def test_on_one_machine_it_takes_what_real_gateways_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench_beliefs_late` on an idle machine of two cores, 49 requests/s: p10 0.6, median 0.8, p90 3.0, p99 4.5 ms.
-    It was measured with a pause of 2.5 ms after each read. Here gateways tell nothing else, so some reads are
+    It was measured with a pause of 2.5 ms after each read. Here gateways send nothing else, so some reads are
     sooner."""
     monkeypatch.setattr(telling, "NETWORK_S", 0.0)
     monkeypatch.setattr(ReadPace, "pause_s", lambda pace, now_s, gateways: 0.0025)
