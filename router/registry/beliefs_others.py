@@ -50,7 +50,7 @@ class Other:
 
 @dataclass(slots=True)
 class Heard:
-    """What the reader of a message has to do, beside what the sink was told."""
+    """What the reader of a message has to do, besides what the sink was told."""
 
     is_news: bool = True
     """False: the message was heard before."""
@@ -91,7 +91,7 @@ class Others:
         return list(self._gateways.values())
 
     def in_flight(self) -> Counter[PodId]:
-        """Return the other gateways' requests in flight, by pod. Takes time in all of them: for operators."""
+        """Return the other gateways' requests in flight, by pod. It looks at all of them: for operators."""
         counts: Counter[PodId] = Counter()
         for other in self._gateways.values():
             counts.update(other.in_flight.values())

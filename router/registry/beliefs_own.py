@@ -33,7 +33,7 @@ ROUTED_BYTES = 20
 """Further bytes of a Routed, for the session's id."""
 KEY_BYTES = 8
 RETOLD_S = 600.0
-"""If messages are lost, this gateway tells again which pods were emptied in so many seconds before."""
+"""If messages are lost, this gateway tells again which pods were emptied in this many seconds before."""
 MAX_NUMBER = 2**32
 MAX_LISTED = 16_384
 """The most requests in flight that one message lists; others hear nothing of the rest."""
