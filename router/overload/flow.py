@@ -64,7 +64,7 @@ class _Session:
 
     @property
     def parts(self) -> int:
-        """As how many sessions it counts."""
+        """How many sessions it counts as."""
         return len(self.waiting) if self.is_shared else 1
 
     def cost(self, place: int) -> float:

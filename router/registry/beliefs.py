@@ -49,7 +49,7 @@ class InFlight(NamedTuple):
 
 
 class Began(NamedTuple):
-    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: not told."""
+    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: unknown."""
 
     age_s: float
     number: int

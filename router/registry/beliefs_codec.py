@@ -185,7 +185,7 @@ def _decode(data: bytes) -> BeliefMessage:
     if not stride or not seq or not life:
         raise DecodeError("gateway's message without stride, sequence or life")
     if not 0 <= at_s <= MAX_AT_S:  # written so that NaN is refused
-        raise DecodeError(f"gateway's message of the time {at_s:g} s")
+        raise DecodeError(f"gateway's message with the time {at_s:g} s")
     return BeliefMessage(
         Life(life),
         name,
@@ -251,7 +251,7 @@ def _unpack_chains(data: bytes, at: int, chain_count: int, tail_count: int) -> t
         chains.append(before[:shared] + tails[used : used + tail])
         used += tail
     if used != tail_count:
-        raise DecodeError("gateway's message with keys of no chain")
+        raise DecodeError("gateway's message with keys that belong to no chain")
     return chains, end
 
 

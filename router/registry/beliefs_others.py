@@ -30,7 +30,7 @@ LEASE_S = 7.0
 FORGET_S = 600.0
 """A gateway that is silent for longer is forgotten; if it is heard again, it counts as new."""
 SAME_S = 0.01
-"""Two messages may tell times of one event that differ by less than this: Redis counts milliseconds."""
+"""Two messages may give times of one event that differ by less than this: Redis counts milliseconds."""
 MAX_GATEWAYS = 1024
 MAX_IN_FLIGHT = 65_536
 """The most requests in flight that count for one gateway."""

@@ -106,7 +106,7 @@ def decode_learnt(data: bytes) -> tuple[Learnt, float]:
         )
         return learnt, _number(record["written_s"])
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"no record of what gateways have learnt: {error or type(error).__name__}") from None
+        raise DecodeError(f"not a valid record of what gateways have learnt: {error or type(error).__name__}") from None
 
 
 def _speed(level: Any, noise: Any, noises: Any, observations: Any, sizes: Any) -> LearntSpeed:

@@ -194,7 +194,7 @@ class PredictedTtft(WidePolicy):
         know when they last did. A warm pod may be worse than the best by a tie and by the unknown end of the running
         step, but by no more: turns do not outweigh a prefill that is known to be in the way.
 
-        If scores are explained, the parts tell the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
+        If scores are explained, the parts show the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
         the best, `tied_waiting` requests wait there, `tied_idle` pods have none at all, and `tied_turn` is the place in
         the order of turns, from 1.
         """
@@ -477,7 +477,7 @@ def _is_same(numbers: float | Floats, rows: Ints) -> bool:
 
 def _owed_after(costs: Costs, chosen: int, owed_s: float, share: float) -> float:
     """Return the debt after this request. A copy pays it down. It grows by what one more copy, on an average other pod,
-    would have spared the request, or by 0 if that pod would have been no better.
+    would have saved the request, or by 0 if that pod would have been no better.
 
     Other gateways' losses are not known here. This gateway's requests are `share` of all, and stand for the rest.
     """

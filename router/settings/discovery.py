@@ -128,7 +128,7 @@ class DiscoverySettings(Settings):
             others := sorted(self.model_fields_set & {"kube_selector", "kube_port"})
         ):
             raise ValueError(
-                f"{flag_of(others[0])} and --inference-pool are both given: the pool tells it; leave "
+                f"{flag_of(others[0])} and --inference-pool are both given: the pool sets it; leave "
                 f"{flag_of(others[0])} out"
             )
         if self.inference_objectives and self.pool is None:
