@@ -39,7 +39,7 @@ MAX_BYTES = 8 * 2**20
 """Of one message."""
 MAX_EVENTS = 65_536
 MAX_CHAIN_KEYS = 65_536
-"""Keys of one request: 16 MiB of prompt at the default stride. Only the first keys of a longer chain are told."""
+"""Keys of one request: 16 MiB of prompt at the default stride. Only the first keys of a longer chain are sent."""
 MAX_KEYS = 2**20
 """Keys of all chains of a message together; shared keys count each time."""
 MAX_TOKENS = 2**30

@@ -1,4 +1,5 @@
-"""About which pods beliefs are to be written to Redis. Any gateway may write them, and mostly only one does. Pure."""
+"""Which beliefs about pods are to be written to Redis, and when. Any gateway may write them, and mostly only one does.
+Pure."""
 
 from __future__ import annotations
 
