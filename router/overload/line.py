@@ -159,7 +159,7 @@ class Line:
         return dropped
 
     def leave(self, request: Waiting, now_s: float) -> None:
-        """Remove a request that waits no more and is not let go."""
+        """Remove a request that no longer waits and is not let go."""
         self._drain.goes_on(now_s)
         self._queue.remove(request)
         self._note(now_s)

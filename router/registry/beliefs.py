@@ -127,7 +127,7 @@ class BeliefMessage(NamedTuple):
     lists_in_flight: bool = False
     """Whether its InFlight events are all requests in flight that were told before this message."""
     is_last: bool = False
-    """Whether the gateway stops: nothing of it is in flight any more."""
+    """Whether the gateway stops: none of its requests is in flight any more."""
     at_s: float = 0.0
     """When the events had the given ages, by Redis's clock as the sender knows it."""
 

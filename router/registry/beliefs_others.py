@@ -26,7 +26,7 @@ from router.registry.beliefs import (
 from router.routing.types import PodId
 
 LEASE_S = 7.0
-"""Three heartbeats. If a gateway is silent for longer, its requests in flight count no more."""
+"""Three heartbeats. If a gateway is silent for longer, its requests in flight no longer count."""
 FORGET_S = 600.0
 """A gateway that is silent for longer is forgotten; if it is heard again, it counts as new."""
 SAME_S = 0.01

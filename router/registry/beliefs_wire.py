@@ -55,7 +55,7 @@ class BeliefWire(Protocol):
         """Return what `put` wrote for each pod; None: nothing."""
 
     async def reset(self) -> None:
-        """Drop the connections after an error: the next call connects anew."""
+        """Drop the connections after an error: the next call connects again."""
 
     async def close(self) -> None:
         """Close the connections; no call may follow."""

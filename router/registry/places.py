@@ -69,7 +69,7 @@ class Places:
         self._tell(name, place)
 
     def forget(self, name: str) -> None:
-        """Forget a place. Other gateways find it no more, unless they already have it in memory."""
+        """Forget a place. Other gateways no longer find it, unless they already have it in memory."""
         self._known.pop(name, None)
         self._tell(name, None)
 

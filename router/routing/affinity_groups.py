@@ -229,7 +229,7 @@ class AffinityGroups(WidePolicy):
         return [i for i in free if pods[i].matched_tokens == longest]
 
     def _current(self, ids: frozenset[PodId], ring: _RingOrder, now_s: float) -> _Groups:
-        """Return the current groups, made anew if they are old or a pod is new, but not if a retry leaves a pod out."""
+        """Return the current groups, rebuilt if they are old or a pod is new, but not if a retry leaves a pod out."""
         groups = self._groups
         if now_s - groups.made_at_s < self._refresh_s and (ids is groups.pods or ids <= groups.pods):
             return groups

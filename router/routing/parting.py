@@ -110,7 +110,7 @@ class Gateways:
     was just sent a long prompt looks idle to all other gateways, and equal rules send all their next requests there.
     So each gateway allows for what others send in that time, on every pod except its own:
 
-        unseen = min(others' prefill, s per s * seconds until it is told, a usual prefill of theirs)
+        unseen = min(others' prefill, s per s * seconds until news comes, a usual prefill of theirs)
 
     In most cases one unseen request is there. With a larger bound, gateways that hear each other late would keep to
     their own pods and leave the others' pods idle.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 EARLY_S = 1e-6
-"""Rows are made anew this long before a limit, because sums of times are rounded."""
+"""Rows are rebuilt this long before a limit, because sums of times are rounded."""
 
 Number = TypeVar("Number")
 
@@ -42,7 +42,7 @@ class PodRow(NamedTuple, Generic[Number]):
     """Seconds a token to fetch from the shared tier, as the pod reports; 0: it has none, or reports nothing."""
     is_prior: Number
     valid_until_s: Number
-    """When the row has to be made anew even if nothing happens to the pod."""
+    """When the row has to be rebuilt even if nothing happens to the pod."""
 
 
 def fullness(kv_used: float) -> float:

@@ -83,7 +83,7 @@ class PodView:
     room_tokens: float = math.inf
     """Tokens that the pod's cache can take before it evicts something; infinite if unknown."""
     overhead_s: float = 0.0
-    """Seconds of each request beside its prefill that delay no other request; 0 for a pod that reports constants."""
+    """Seconds of each request besides its prefill that delay no other request; 0 for a pod that reports constants."""
     fetch: FetchCosts = NO_FETCH_COSTS
     """What fetching tokens from the pod's tiers costs, as the pod last reported."""
     shared_tokens: int = 0

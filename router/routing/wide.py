@@ -1,7 +1,7 @@
 """The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
 
-`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is
-8 ms a decision. Here a pod's row is made anew only if something happened to the pod. Numpy computes for all rows what
+`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is 8
+ms a decision. Here a pod's row is rebuilt only if something happened to the pod. Numpy computes for all rows what
 drains with the clock.
 """
 
@@ -177,7 +177,7 @@ class PodTable:
         self.room: Floats = np.full(len(listed), np.inf)
         """`PodView.room_tokens` of each pod, by `set_room`."""
         self._valid_until_s = 0.0
-        """Until then no row has to be made anew, unless its pod changes."""
+        """Until then no row has to be rebuilt, unless its pod changes."""
         self._known: list[tuple[float, int]] = []
         """Pods of known speed in the order of their speed: (`unit_s`, row)."""
         self._units_s: list[float | None] = [None] * len(listed)

@@ -51,7 +51,7 @@ class DiscoverySettings(Settings):
     inference_pool: str | None = Field(
         None,
         description="kubernetes: InferencePool (inference.networking.k8s.io/v1) in --kube-namespace whose selector and "
-        "targetPorts say which pods are engines, in place of --kube-selector and --kube-port; changes of it are "
+        "targetPorts say which pods are engines, in place of --kube-selector and --kube-port; changes to it are "
         "followed",
     )
     inference_objectives: bool = Field(
