@@ -55,7 +55,7 @@ class Cap:
         self._watchers: tuple[set[Cap], ...] = ()
 
     def watch(self, changed: set[Cap]) -> None:
-        """Add this cap to `changed` whenever it is learnt; that it grows or is forgotten does not count."""
+        """Add this cap to `changed` whenever it is learnt; growing or being forgotten does not count."""
         self._watchers = (*self._watchers, changed)
 
     def unwatch(self, changed: set[Cap]) -> None:

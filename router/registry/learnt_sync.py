@@ -77,7 +77,7 @@ class LearntSync:
         try:
             learnt, written_s = decode_learnt(data)
         except DecodeError as error:
-            log.warning("what other gateways have learnt of model %r is skipped: %s", model, error)
+            log.warning("what other gateways have learnt about model %r is skipped: %s", model, error)
             return True
         if abs(now_s - written_s) > KEPT_S:
             return False
