@@ -116,7 +116,7 @@ class Gateways:
     their own pods and leave the others' pods idle.
 
     Gateways in the order of their names divide the pods in the order of pod ids, so each pod is some gateway's own.
-    Nothing is reserved: another gateway's pod is chosen if it is better by more.
+    Nothing is reserved: another gateway's pod is chosen if it is clearly better.
     """
 
     def __init__(self, own: str) -> None:
