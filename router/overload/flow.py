@@ -20,7 +20,7 @@ fairness queueing, INFOCOM 1990). A model's queue holds 1,024 requests by defaul
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that waits. From `deadline_s` on it has no use any more."""
+    """A request that waits. From `deadline_s` on it is of no use."""
 
     flow: str
     weight: float
@@ -64,7 +64,7 @@ class _Session:
 
     @property
     def parts(self) -> int:
-        """As how many sessions it counts."""
+        """How many sessions it counts as."""
         return len(self.waiting) if self.is_shared else 1
 
     def cost(self, place: int) -> float:
@@ -111,7 +111,7 @@ class Flow:
         insort(self._heads, session.head)
 
     def remove(self, request: Waiting) -> None:
-        """Remove a request that waits no more."""
+        """Remove a request that no longer waits."""
         session = self._sessions[_name(request)]
         self._drop_head(session)
         del session.waiting[bisect_left(session.waiting, request.key)]

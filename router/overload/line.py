@@ -1,4 +1,4 @@
-"""The requests that wait for the pods of one model: which must wait, which is next, and how long it will take.
+"""The requests that wait for the pods of one model: which must wait, which is next, and how long they wait.
 
 Pure: every time is seconds of one monotonic clock, passed in.
 """
@@ -35,7 +35,8 @@ TIGHT_S = 1.0
 """After the queue is empty, requests are let go as carefully as before for this long. Otherwise each moment without a
 queue would fill the pods' own queues, and delay the requests of the next one."""
 CONTENDED_FOR_S = 10.0
-"""Seconds after one tenant's request has followed another's."""
+"""Requests of several tenants count as coming together until this many seconds after one tenant's request followed
+another's."""
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
 """How often the owner of a line checks whether a request may go: time alone can give pods room."""
@@ -60,7 +61,7 @@ class Release:
 
 
 class Drain:
-    """Tokens a second at which the queue empties while there is one; older ones count less."""
+    """Tokens a second at which the queue empties while there is one; older tokens count less."""
 
     __slots__ = ("_at_s", "_seconds", "_tokens")
 
@@ -158,7 +159,7 @@ class Line:
         return dropped
 
     def leave(self, request: Waiting, now_s: float) -> None:
-        """Remove a request that waits no more and is not let go."""
+        """Remove a request that no longer waits and is not let go."""
         self._drain.goes_on(now_s)
         self._queue.remove(request)
         self._note(now_s)
@@ -175,9 +176,9 @@ class Line:
     ) -> Release | None:
         """Remove and return the next request that may go; None: there is none.
 
-        `patience_s(request, avoided)`: how long the request should wait for another pod instead of using a given one.
-        Among the first few requests, the first that need not wait goes, so that caches are used as well as without a
-        queue.
+        `patience_s(request, avoided)`: how long the request should wait for a pod in `avoided` before it goes
+        elsewhere. Among the first few requests, the first that need not wait goes, so that caches are used as well as
+        without a queue.
 
         A flow within its share is not held while any pod takes a request from it. The other flows leave some room for
         it, while there is such a flow.

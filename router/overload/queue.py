@@ -127,7 +127,7 @@ class FairQueue:
         return dropped
 
     def remove(self, request: Waiting) -> None:
-        """Remove a request that waits no more and is not let go."""
+        """Remove a request that no longer waits and is not let go."""
         self._take(request)
         self._forget_empty()
 

@@ -40,10 +40,10 @@ class Cap:
     """How many requests a pod takes at once, learnt from its behaviour.
 
     From its refusals (429, or 503 of a pod that answers others): the pod takes as many of this gateway's requests as it
-    had when it refused one more. Every second one more is tried. From its reports, for all gateways together: as many
-    as run while others wait and are late. Being late shows that they wait not for prefill but for a place in the batch
-    or KV blocks. One more is tried for each report in which as many run and none waits. (Additive increase as in Chiu
-    and Jain, 1989; the decrease need not be multiplicative, because the pod tells the number.)
+    had when it refused one more. One more is tried each second. From its reports, for all gateways together: as many as
+    run while others wait and are late. Being late shows that they wait not for prefill but for a place in the batch or
+    KV blocks. One more is tried for each report in which as many run and none waits. (Additive increase as in Chiu and
+    Jain, 1989; the decrease need not be multiplicative, because the pod shows the number.)
     """
 
     __slots__ = ("_at", "_batch", "_refused_s", "_watchers")
@@ -55,7 +55,7 @@ class Cap:
         self._watchers: tuple[set[Cap], ...] = ()
 
     def watch(self, changed: set[Cap]) -> None:
-        """Add this cap to `changed` whenever it is learnt anew; growing or being forgotten is no change."""
+        """Add this cap to `changed` whenever it is learnt; growing or being forgotten does not count."""
         self._watchers = (*self._watchers, changed)
 
     def unwatch(self, changed: set[Cap]) -> None:
@@ -132,7 +132,7 @@ def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
 def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
     """Return whether a request sent now would wait longer than `limit_s`, and not only for one long prompt.
 
-    While the pod's speed is not known, its queue is a guess, by which a new fleet would hold back a burst.
+    While the pod's speed is not known, its queue is a guess, because of which a new fleet would hold back a burst.
     """
     state = pod.state
     is_queued = state.queue_s(now_s) > limit_s and state.knows_speed(now_s)

@@ -1,7 +1,7 @@
 """What gateways tell each other about pods that publish nothing: the events of a message, and who receives them.
 
-Pure values. An age is the seconds between an event and the sending of its message. The reader of a message knows by
-Redis's clock when it was sent, because no two machines' clocks agree.
+Pure values. An age is the seconds between an event and the sending of its message. No two machines' clocks agree, so
+the reader of a message knows by Redis's clock when it was sent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InFlight(NamedTuple):
 
 
 class Began(NamedTuple):
-    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: not told."""
+    """The first token of a request came. `cached_tokens`: reused prompt tokens; None: unknown."""
 
     age_s: float
     number: int
@@ -84,8 +84,8 @@ class Refuted(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """What was believed of a pod is not true any more. `is_sure`: the pod was emptied. Otherwise only the sender thinks
-    that the pod has restarted; others find that out by themselves."""
+    """What was believed about a pod is not true any more. `is_sure`: the pod was emptied. Otherwise only the sender
+    thinks that the pod has restarted; others find that out by themselves."""
 
     age_s: float
     pod: PodId
@@ -93,7 +93,7 @@ class Forgotten(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The sender has written all that it believes of a pod to Redis."""
+    """The sender has written to Redis all that it believes about a pod."""
 
     age_s: float
     pod: PodId
@@ -127,9 +127,9 @@ class BeliefMessage(NamedTuple):
     lists_in_flight: bool = False
     """Whether its InFlight events are all requests in flight that were told before this message."""
     is_last: bool = False
-    """Whether the gateway stops: nothing of it is in flight any more."""
+    """Whether the gateway stops: none of its requests is in flight any more."""
     at_s: float = 0.0
-    """When the events had the ages given, by Redis's clock as the sender knows it."""
+    """When the events had the given ages, by Redis's clock as the sender knows it."""
 
 
 class OnRouted(Protocol):
@@ -166,11 +166,11 @@ class BeliefSink(Protocol):
         """Take up a Refuted event."""
 
     def forgotten(self, pod: PodId, at_s: float) -> None:
-        """Forget what is believed of the pod, except what requests after `at_s` brought."""
+        """Forget what is believed about the pod, except what requests after `at_s` brought."""
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
-        """Believe what earlier gateways believed. `runs`: uses and their keys, those to be dropped first at the
-        front."""
+        """Believe what earlier gateways believed. `runs`: uses and their keys, in the order in which they would be
+        dropped."""
 
     def believed(self, pod: PodId) -> Sequence[Run] | None:
-        """Return all that is believed of the pod; None for an unknown pod."""
+        """Return all that is believed about the pod; None for an unknown pod."""

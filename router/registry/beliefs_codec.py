@@ -39,7 +39,7 @@ MAX_BYTES = 8 * 2**20
 """Of one message."""
 MAX_EVENTS = 65_536
 MAX_CHAIN_KEYS = 65_536
-"""Keys of one request: 16 MiB of prompt at the default stride. Of a longer chain only the first keys are told."""
+"""Keys of one request: 16 MiB of prompt at the default stride. Only the first keys of a longer chain are sent."""
 MAX_KEYS = 2**20
 """Keys of all chains of a message together; shared keys count each time."""
 MAX_TOKENS = 2**30
@@ -185,7 +185,7 @@ def _decode(data: bytes) -> BeliefMessage:
     if not stride or not seq or not life:
         raise DecodeError("gateway's message without stride, sequence or life")
     if not 0 <= at_s <= MAX_AT_S:  # written so that NaN is refused
-        raise DecodeError(f"gateway's message of the time {at_s:g} s")
+        raise DecodeError(f"gateway's message with the time {at_s:g} s")
     return BeliefMessage(
         Life(life),
         name,
@@ -251,7 +251,7 @@ def _unpack_chains(data: bytes, at: int, chain_count: int, tail_count: int) -> t
         chains.append(before[:shared] + tails[used : used + tail])
         used += tail
     if used != tail_count:
-        raise DecodeError("gateway's message with keys of no chain")
+        raise DecodeError("gateway's message with keys that belong to no chain")
     return chains, end
 
 

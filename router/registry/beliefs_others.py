@@ -26,11 +26,11 @@ from router.registry.beliefs import (
 from router.routing.types import PodId
 
 LEASE_S = 7.0
-"""Three heartbeats. If a gateway is silent for longer, its requests in flight count no more."""
+"""Three heartbeats. If a gateway is silent for longer, its requests in flight no longer count."""
 FORGET_S = 600.0
 """A gateway that is silent for longer is forgotten; if it is heard again, it counts as new."""
 SAME_S = 0.01
-"""Two messages may tell times of one event that differ by less than this: Redis counts milliseconds."""
+"""Two messages may give times of one event that differ by less than this: Redis counts milliseconds."""
 MAX_GATEWAYS = 1024
 MAX_IN_FLIGHT = 65_536
 """The most requests in flight that count for one gateway."""
@@ -50,7 +50,7 @@ class Other:
 
 @dataclass(slots=True)
 class Heard:
-    """What the reader of a message has to do, beside what the sink was told."""
+    """What the reader of a message has to do, besides what the sink was told."""
 
     is_news: bool = True
     """False: the message was heard before."""
@@ -91,7 +91,7 @@ class Others:
         return list(self._gateways.values())
 
     def in_flight(self) -> Counter[PodId]:
-        """Return the other gateways' requests in flight, by pod. Takes time in all of them: for operators."""
+        """Return the other gateways' requests in flight, by pod. It looks at all of them: for operators."""
         counts: Counter[PodId] = Counter()
         for other in self._gateways.values():
             counts.update(other.in_flight.values())

@@ -33,7 +33,7 @@ ROUTED_BYTES = 20
 """Further bytes of a Routed, for the session's id."""
 KEY_BYTES = 8
 RETOLD_S = 600.0
-"""If messages are lost, this gateway tells again which pods were emptied in so many seconds before."""
+"""If messages are lost, this gateway tells again which pods were emptied in this many seconds before."""
 MAX_NUMBER = 2**32
 MAX_LISTED = 16_384
 """The most requests in flight that one message lists; others hear nothing of the rest."""
@@ -80,7 +80,7 @@ class Notebook:
         self.forgotten_s: dict[PodId, float] = {}
         """Pod -> when it was last forgotten; the reader removes old entries."""
         self._emptied_s: dict[PodId, float] = {}
-        """Pod -> when it was last emptied for sure; the lost events may have told of it."""
+        """Pod -> when it was last emptied for sure; the lost events may have said so."""
         self._oldest_routed_s: float | None = None
         self.on_first: Callable[[], None] = _nothing
         """Called at the first event after all others were taken, and at the first Routed event after all of its kind
@@ -156,7 +156,7 @@ class Notebook:
         self._add(Refuted(0.0, pod, keys, held_strides, cached_tokens), now_s, KEY_BYTES * len(keys))
 
     def forgotten(self, pod: PodId, now_s: float, *, is_sure: bool) -> None:
-        """Note that nothing is believed of the pod any more. For `is_sure` see Forgotten."""
+        """Note that nothing is believed about the pod any more. For `is_sure` see Forgotten."""
         self.touched.add(pod)
         self.forgotten_s[pod] = now_s
         if is_sure:

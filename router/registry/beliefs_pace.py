@@ -13,7 +13,7 @@ REST_S = 0.05
 """Longest time between two messages of a gateway if the second has no Routed event. It applies when Routed events take
 all messages that a gateway may send."""
 FEW_GATEWAYS = 10
-"""With more gateways, that time grows with the square root of their number, as the engines' does with theirs."""
+"""With more gateways, that time grows with the square root of their number, as the engines' period does with theirs."""
 ROUTED_S = 0.0025
 """Mean time between two messages with Routed events, over all gateways together: 400 a second. Each costs every gateway
 some 0.2 ms to read. With 200 a second, four gateways heard 9 ms late at 307 requests a second."""
@@ -21,8 +21,8 @@ BURST = 8
 """How many such messages of a gateway, and how many reads, may come at once beyond the average. So most requests are
 told at once, and read at once."""
 LINGER_S = 0.001
-"""First tokens and ends come by the engine's step: the first event waits for so long for the others of its step. A
-Routed event does not wait."""
+"""First tokens and ends come by the engine's step: the first event waits this long for the others of its step. A Routed
+event does not wait."""
 READ_S = 0.0025
 """Mean time between two reads of a gateway, at least. In between messages gather, because a read costs as much as
 taking up several messages."""

@@ -1,4 +1,5 @@
-"""Which pods' beliefs are to be written to Redis. Any gateway may write them, and mostly only one does. Pure."""
+"""Which beliefs about pods are to be written to Redis, and when. Any gateway may write them, and mostly only one does.
+Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class WritePlan:
         return len(self._entries)
 
     def changed(self, pod: PodId, now_s: float) -> None:
-        """Note that something new is believed of the pod."""
+        """Note that something new is believed about the pod."""
         entry = self._entries.get(pod)
         if entry is None:
             self._entries[pod] = _Entry(now_s, now_s, self._draw(now_s))
@@ -52,19 +53,20 @@ class WritePlan:
             entry.changed_s = now_s
 
     def written(self, pod: PodId, now_s: float) -> None:
-        """Note that some gateway wrote all that is believed of the pod."""
+        """Note that some gateway wrote all that is believed about the pod."""
         entry = self._entries.get(pod)
         if entry is not None and not entry.is_answer:
             entry.written_s, entry.due_s = now_s, self._draw(now_s)
 
     def wrote(self, pod: PodId, now_s: float) -> None:
-        """Note that this gateway wrote it."""
+        """Note that this gateway wrote all that is believed about the pod."""
         if (entry := self._entries.get(pod)) is not None:
             entry.is_answer = False
         self.written(pod, now_s)
 
     def answer(self, pod: PodId, now_s: float) -> None:
-        """Plan an answer: this gateway believes more of the pod than a gateway wrote that had lost events."""
+        """Plan an answer: this gateway believes more about the pod than was written by a gateway that had lost
+        events."""
         self.changed(pod, now_s)
         self._entries[pod].is_answer = True
         self._entries[pod].due_s = now_s
@@ -85,7 +87,7 @@ class WritePlan:
             self._entries.pop(pod, None)
 
     def pods(self) -> list[PodId]:
-        """Return the pods of which anything is believed."""
+        """Return the pods about which anything is believed."""
         return list(self._entries)
 
     def unwritten(self) -> list[PodId]:

@@ -1,4 +1,4 @@
-"""Tells the other gateways what this one did, and keeps what is believed of each pod in Redis."""
+"""Tells the other gateways what this one did, and keeps in Redis what is believed about each pod."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BeliefPublisher:
                 self._outage.end()
 
     async def close(self) -> None:
-        """Tell the rest and that this gateway stops, once `run` has ended. Takes LAST_WORD_S at most."""
+        """Once `run` has ended, tell the rest, and that this gateway stops. Takes LAST_WORD_S at most."""
         with suppress(*REDIS_ERRORS):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._wire.reset()
@@ -173,7 +173,7 @@ class BeliefPublisher:
         self._notebook.written(pods, now_s, is_recovery=True)
 
     async def _write(self, pod: PodId, *, tells: bool = True) -> bool:
-        """Write all that is believed of a pod. False: the pod is not in the fleet any more."""
+        """Write all that is believed about a pod. False: the pod is not in the fleet any more."""
         runs = self._sink.believed(pod)
         if runs is None:
             self._plan.drop((pod,))

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 POLL_MS = 100
 SNAPSHOTS_AT_A_TIME = 8
 SILENCE_S = 10.0
-"""If not even this gateway's own messages came for so long, the address may lead to another server by now."""
+"""If not even this gateway's own messages came for this long, the address may lead to another server by now."""
 WISH_S = 1.0
 """Seconds between two wishes, and between a load that found nothing and the wish for it."""
 MAX_BACKOFF_S = 0.5

@@ -22,4 +22,4 @@ class SharedBeliefs:
     others: Others
     plan: WritePlan = field(default_factory=WritePlan)
     clock: RedisClock = field(default_factory=RedisClock)
-    """The side that finds it old asks Redis. If either side loses its connection, both ask anew."""
+    """The side that finds it old asks Redis. If either side loses its connection, both ask again."""

@@ -1,7 +1,7 @@
-"""All that is believed of one pod, as bytes, for gateways that start later. Little-endian:
+"""All that is believed about one pod, as bytes, for gateways that start later. Little-endian:
 
 u8 version (1) | u8 0 | u16 0 | u32 stride bytes | f64 written s, by Redis's clock | u32 runs | u32 keys
-| runs: f32 age s when written, u32 keys, each | keys u64, those to be dropped first at the front
+| runs: f32 age s when written, u32 keys, each | keys u64, in the order in which they would be dropped
 """
 
 from __future__ import annotations

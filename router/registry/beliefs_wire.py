@@ -49,13 +49,13 @@ class BeliefWire(Protocol):
         """Yield the entries from a time to an id, in pages."""
 
     async def put(self, pod: str, data: bytes) -> None:
-        """Write all that is believed of a pod."""
+        """Write all that is believed about a pod."""
 
     async def get(self, pods: Sequence[str]) -> list[bytes | None]:
         """Return what `put` wrote for each pod; None: nothing."""
 
     async def reset(self) -> None:
-        """Drop the connections after an error: the next call connects anew."""
+        """Drop the connections after an error: the next call connects again."""
 
     async def close(self) -> None:
         """Close the connections; no call may follow."""

@@ -64,8 +64,8 @@ class IndexStatistics:
 
 
 class PrefixIndex:
-    """Prefix key -> pods. Not thread-safe. The time of every call except `held` and `sweep` depends only on the keys
-    given.
+    """Prefix key -> pods. Not thread-safe. The time of a call depends only on the keys given, except for `held` and
+    `sweep`, and for calls that say that they look at all of a pod's speculative keys.
 
     Keys are unsigned 64-bit, given shortest prefix first. `speculative_limit` bounds the speculative entries of a pod.
     One request enters an eighth of the limit at most, or 64 keys if that is more, so that it cannot push out all
@@ -129,9 +129,9 @@ class PrefixIndex:
     def match_sets(
         self, keys: Sequence[PrefixKey], now_s: float
     ) -> tuple[list[tuple[tuple[PodId, ...], int]], dict[PodId, Match]]:
-        """Return the same as `match`, but by sets. Each set has the pods that hold at least so many strides. Sets come
-        fewest strides first, and each lies within the one before. Also return the matches of pods that hold a part in a
-        slower tier than the GPU. Sets that recur are the same object.
+        """Return the same as `match`, but by sets. With each set comes the number of strides that all its pods hold.
+        Sets come fewest strides first, and each lies within the one before. Also return the matches of pods that hold a
+        part in a slower tier than the GPU. Sets that recur are the same object.
         """
         ends, host, disk = self._ends(keys, now_s)
         sets: list[tuple[tuple[PodId, ...], int]] = []
@@ -231,7 +231,7 @@ class PrefixIndex:
             self._show_room(pod, speculation)
 
     def replace(self, pod: PodId, stored: tuple[Keys, Keys, Keys]) -> None:
-        """Enter a pod's snapshot. It replaces all that is believed of the pod, speculation included.
+        """Enter a pod's snapshot. It replaces all that is believed about the pod, speculation included.
 
         A snapshot too large for one go may be entered in pieces: `replace` with the first, `apply` with the others.
         """
@@ -255,7 +255,8 @@ class PrefixIndex:
     def speculate(
         self, pod: PodId, keys: Sequence[PrefixKey], now_s: float, ttl_s: float, taken: Taken | None = None
     ) -> None:
-        """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys it reported are left alone.
+        """Believe for `ttl_s` that the pod holds `keys`, or until a report about them. Keys that the pod reported are
+        left alone.
 
         If there are very many keys, only the first are entered, which are a prefix of the request.
         Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
@@ -292,7 +293,7 @@ class PrefixIndex:
 
     def expect_rooms(self, rooms: Mapping[PodId, tuple[float, int | None]]) -> None:
         """Use another gateway's estimates for pods that report nothing: the capacity that each is thought to have and
-        the capacity that it told, in tokens. They count for pods without speculative keys so far."""
+        the capacity that it stated, in tokens. They count for pods without speculative keys so far."""
         self._expected_rooms |= rooms
 
     def learnt_room(self, pod: PodId) -> tuple[float, int | None] | None:
@@ -329,12 +330,12 @@ class PrefixIndex:
             self._show_room(pod, speculation)
 
     def believed(self, pod: PodId) -> list[Run]:
-        """Return the pod's speculative keys, those to be dropped first at the front. Takes time in all of them."""
+        """Return the pod's speculative keys, in the order in which they would be dropped. Looks at all of them."""
         speculation = self._speculations.get(pod)
         return [] if speculation is None else speculation.runs()
 
     def believe(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
-        """Speculate on another gateway's keys, for `ttl_s` from each use. Takes time in all the pod's speculative keys.
+        """Speculate on another gateway's keys, for `ttl_s` from each use. Looks at all of the pod's speculative keys.
 
         A key stays as it is if it was used later than `runs` say, or if the pod reported it.
         """
@@ -362,7 +363,7 @@ class PrefixIndex:
             self._show_room(pod, speculation)
 
     def capacity_is_told(self, pod: PodId) -> bool:
-        """Return whether the pod has told its capacity; then its speculative keys need no time limit."""
+        """Return whether the pod has stated its capacity; then its speculative keys need no time limit."""
         speculation = self._speculations.get(pod)
         if speculation is None:
             return self._expected_rooms.get(pod, (0.0, None))[1] is not None
@@ -370,12 +371,12 @@ class PrefixIndex:
 
     @property
     def regret(self) -> float:
-        """Share of the keys evicted by pods that report nothing that were asked for and computed again, 0 to 1."""
+        """Of the keys evicted by pods that report nothing, the share that was asked for and computed again, 0 to 1."""
         return self._regret.share
 
     def forget_until(self, pod: PodId, used_at_s: float) -> None:
-        """Forget a pod's speculative keys, except those used after `used_at_s`. Keys that the pod reported stay until
-        the pod takes them back."""
+        """Forget a pod's speculative keys, except those used after `used_at_s`. Looks at all of them. Keys that the pod
+        reported stay until it reports them removed."""
         believed = self.believed(pod)
         if pod not in self._reporters and all(at_s <= used_at_s for at_s, _ in believed):
             self.drop(pod)

@@ -1,4 +1,4 @@
-"""What answers have taught a gateway: tokens of a byte, speeds of pods, sizes of their caches. Pure.
+"""What answers have taught a gateway: tokens per byte, speeds of pods, sizes of their caches. Pure.
 
 Gateways with one registry keep it there, so that a gateway that has just started predicts as well as one that has run
 for an hour. It is an estimate: a gateway that loads it goes on learning from there.
@@ -31,7 +31,7 @@ _MOST_LOG = 50.0
 
 @dataclass(frozen=True, slots=True)
 class LearntTokens:
-    """What is learnt of a model's text. Sums that decay: see `router.gateway.estimates`."""
+    """What is learnt about a model's text. Sums that decay: see `router.gateway.estimates`."""
 
     prompt_bytes: float
     prompt_tokens: float
@@ -40,17 +40,17 @@ class LearntTokens:
 
 @dataclass(frozen=True, slots=True)
 class LearntRoom:
-    """What is learnt of the cache of a pod that publishes nothing, in tokens."""
+    """What is learnt about the cache of a pod that publishes nothing, in tokens."""
 
     capacity_tokens: float
     """The capacity as the pod's answers corrected it."""
     told_tokens: int | None
-    """The capacity that the pod told; None: it does not tell."""
+    """The capacity that the pod stated; None: it states none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What is learnt of one model and its pods."""
+    """What is learnt about one model and its pods."""
 
     tokens: LearntTokens | None = None
     speeds: Mapping[str, LearntSpeed] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def decode_learnt(data: bytes) -> tuple[Learnt, float]:
         )
         return learnt, _number(record["written_s"])
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DecodeError(f"no record of what gateways have learnt: {error or type(error).__name__}") from None
+        raise DecodeError(f"not a valid record of what gateways have learnt: {error or type(error).__name__}") from None
 
 
 def _speed(level: Any, noise: Any, noises: Any, observations: Any, sizes: Any) -> LearntSpeed:

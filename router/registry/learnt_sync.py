@@ -26,7 +26,7 @@ WRITE_S = 5.0
 FIRST_S = 0.5
 """... and before the first one, if this gateway has neither loaded nor written anything."""
 KEPT_S = 3600
-"""Seconds until a record expires that nobody writes: the machines may do other things by then."""
+"""Seconds until a record that nobody writes expires: the machines may do other things by then."""
 DEADLINE_S = 1.0
 """Seconds for loading when the gateway starts, and for writing when it stops."""
 
@@ -53,7 +53,8 @@ class LearntSync:
         self._written: dict[str, Learnt] = {}
 
     async def load(self) -> None:
-        """Begin with what other gateways have learnt. Takes DEADLINE_S at most."""
+        """Begin with what other gateways have learnt. Takes DEADLINE_S at most, or twice that if old records are
+        removed."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 seconds, _ = await self._redis.time()
@@ -76,7 +77,7 @@ class LearntSync:
         try:
             learnt, written_s = decode_learnt(data)
         except DecodeError as error:
-            log.warning("what other gateways have learnt of model %r is skipped: %s", model, error)
+            log.warning("what other gateways have learnt about model %r is skipped: %s", model, error)
             return True
         if abs(now_s - written_s) > KEPT_S:
             return False

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 MAX_PLACES = 32_768
 """Kept in memory; each takes about 0.5 KB."""
 PLACE_TTL_S = 6 * 3600.0
-"""Seconds after the last turn. Engines keep responses in memory too, so a client has to send an older conversation."""
+"""Seconds after the last turn. Engines keep responses in memory too, so a client has to send an older conversation in
+full."""
 ASK_S = 0.5
 """How long a request waits for Redis to say where its conversation is."""
 MAX_PENDING = 4096
@@ -68,7 +69,7 @@ class Places:
         self._tell(name, place)
 
     def forget(self, name: str) -> None:
-        """Forget a place. Other gateways find it no more, unless they already have it in memory."""
+        """Forget a place. Other gateways no longer find it, unless they already have it in memory."""
         self._known.pop(name, None)
         self._tell(name, None)
 

@@ -133,7 +133,7 @@ class RegistryReader:
 
     @property
     def expired(self) -> bool:
-        """True if pods have published but every lease has run out: then the index tells nothing any more."""
+        """True if pods have published but every lease has run out: then the index says nothing any more."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._applied_at_s <= self._lease_s:
             return False

@@ -1,4 +1,4 @@
-"""How much a pod that publishes nothing can hold: the capacity that it told, corrected by what its answers reuse."""
+"""How much a pod that publishes nothing can hold: the capacity that it stated, corrected by what its answers reuse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from engine.contract.keys import PrefixKey
 STEP = 0.1
 """Part of the distance that the estimate moves towards the capacity that one answer shows."""
 LEAST_SHARE, MOST_SHARE = 1 / 16, 2.0
-"""Bounds of the corrected capacity, as shares of what the pod told: others may use the pod, and share blocks unseen."""
+"""Bounds of the corrected capacity, as shares of what the pod stated: others may use the pod, and share blocks
+unseen."""
 ENOUGH_SIGNS = 3
-"""Refutations that give a capacity to a pod that tells none. The first may come from a cache that was emptied."""
+"""Refutations after which a pod that states no capacity gets one. The first may come from a cache that was emptied."""
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's on GPUs. If blocks are larger and the pod does not say so, its capacity comes out a little too large."""
 _MEAN_OF = 50
@@ -35,9 +36,9 @@ class Taken(NamedTuple):
     key_tokens: float
     """Tokens that a prefix key stands for, on average; above 0."""
     capacity_tokens: int | None
-    """What the pod's cache holds, running requests included; None: the pod does not tell."""
+    """What the pod's cache holds, running requests included; None: unknown."""
     block_tokens: int | None
-    """Tokens of a block: a request takes whole blocks; None: the pod does not tell."""
+    """Tokens of a block: a request takes whole blocks; None: unknown."""
 
 
 class Room:
@@ -84,21 +85,22 @@ class Room:
 
     @property
     def capacity_tokens(self) -> float:
-        """What the pod is believed to hold at a time; infinite while its capacity is not known."""
+        """How many tokens the cache is believed to hold at most; infinite while its capacity is not known."""
         return self._capacity
 
     @property
     def is_told(self) -> bool:
-        """Whether the pod has told its capacity."""
+        """Whether the pod has stated its capacity."""
         return self._told is not None
 
     @property
     def told_tokens(self) -> int | None:
-        """The capacity that the pod told; None: it told none."""
+        """The capacity that the pod stated; None: it stated none."""
         return self._told
 
     def begin_with(self, capacity_tokens: float, told_tokens: int | None) -> None:
-        """Start from another gateway's estimate, before any request. `told_tokens`: the capacity that the pod told."""
+        """Start from another gateway's estimate, before any request. `told_tokens`: the capacity that the pod
+        stated."""
         self._told = told_tokens
         self._capacity = capacity_tokens if told_tokens is None else self._bounded(capacity_tokens, told_tokens)
 
@@ -135,7 +137,7 @@ class Room:
             self.give_up(used_at_s)
 
     def _merge_loose(self) -> None:
-        """Halve the number of entries at least: neighbours become one, which takes the later last use.
+        """Halve the number of entries or more: neighbours become one, which takes the later last use.
 
         No entry is larger than a small share of all, however many requests a cache has room for.
         """
@@ -182,7 +184,7 @@ class Room:
         return True
 
     def found_loose(self, tokens: float) -> None:
-        """Note that `tokens` were reused that no key covered, like the answer in a conversation's next turn. A key
+        """Note that `tokens` that no key covered were reused, such as an answer in the conversation's next turn. A key
         covers them now."""
         left = min(tokens, self.loose_tokens)
         while left > 0 and self._loose:

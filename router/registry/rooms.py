@@ -12,7 +12,7 @@ OnRoom = Callable[[PodId, float], None]
 
 
 class Rooms:
-    """The room of each pod. Decisions read it here, so that none of them asks each pod's estimate anew."""
+    """The room of each pod. Decisions read it here, so that none of them has to ask for each pod's estimate."""
 
     def __init__(self) -> None:
         self._tokens: dict[PodId, float] = {}

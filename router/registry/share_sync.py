@@ -1,12 +1,11 @@
-"""Gateways agree on affinity groups, and on which pods each tries first. Each writes what it sends to Redis, as decayed
-counters, and merges the others' counters.
+"""Gateways agree on affinity groups, and on which pods each tries first. Each writes to Redis, as decayed counters, how
+much it sends to pods, and merges the others' counters.
 
 One Redis hash per model: gateway id -> JSON `[total, [[key, parent key or null, weight], ...], time, prefill seconds]`.
-Without Redis a gateway's groups follow its own traffic alone, and it assumes that it is the only gateway.
-The time is Redis's, in seconds, because no two other clocks agree. A gateway that is gone leaves its last report
-behind, under an id that never comes back. Any gateway that finds a report FORGET_S old removes it. Gateways of the
-release before wrote no time: their reports count once they are seen to change, and are removed after FORGET_S without a
-change.
+Without Redis a gateway's groups follow its own traffic alone, and it assumes that it is the only gateway. The time is
+Redis's, in seconds, because no two other clocks agree. A gateway that is gone leaves its last report behind, under an
+id that never comes back. Any gateway that finds a report FORGET_S old removes it. Gateways of the previous release
+wrote no time: their reports count once they are seen to change, and are removed after FORGET_S without a change.
 """
 
 from __future__ import annotations

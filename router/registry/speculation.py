@@ -139,14 +139,14 @@ class Speculation:
         return Room(max(_LEAST_GHOSTS, self._limit // 4))
 
     def expect_room(self, capacity_tokens: float, told_tokens: int | None) -> None:
-        """Use another gateway's estimate of the pod's capacity. `told_tokens`: the capacity that the pod told."""
+        """Use another gateway's estimate of the pod's capacity. `told_tokens`: the capacity that the pod stated."""
         if self._room is None:
             self._room = self._new_room()
             self._room.begin_with(capacity_tokens, told_tokens)
 
     @property
     def learnt_room(self) -> tuple[float, int | None] | None:
-        """The estimated capacity, and the capacity that the pod told; None while nothing is known of it."""
+        """The estimated capacity, and the capacity that the pod stated; None while nothing is known of it."""
         room = self._room
         return None if room is None or room.capacity_tokens == math.inf else (room.capacity_tokens, room.told_tokens)
 
@@ -162,7 +162,7 @@ class Speculation:
 
     @property
     def capacity_is_told(self) -> bool:
-        """Whether the pod has told its capacity."""
+        """Whether the pod has stated its capacity."""
         return self._room is not None and self._room.is_told
 
     def was_held(self, key: PrefixKey, tokens: float) -> None:
@@ -174,7 +174,7 @@ class Speculation:
         return len(self._uses) * room.key_tokens + room.loose_tokens
 
     def runs(self) -> list[Run]:
-        """Return all entries, those to be dropped first at the front."""
+        """Return all entries, in the order in which they would be dropped."""
         return [
             (_unpack(use)[0], [key for key, _ in entries])
             for use, entries in groupby(self._uses.items(), key=itemgetter(1))

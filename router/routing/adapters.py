@@ -11,9 +11,10 @@ from collections.abc import Set
 
 LOAD_S = 0.1
 """Seconds to load an adapter: some 100 MB from the host's memory or page cache, for rank 16 to 64 and a model of 8 to
-70 billion parameters. A prior, until answers tell (`AdapterLoads`)."""
+70 billion parameters. A prior, until answers show the time (`AdapterLoads`)."""
 MOST_LOAD_S = 2.0
-"""Longest believed time to load: an answer that stalled for another reason must not repel requests from other pods."""
+"""Longest believed time to load: an answer that stalled for another reason must not keep requests away from the pool's
+other pods."""
 _ANSWERS = 20
 """About this many answers count, the prior as one of them."""
 HELD_S = 1.0
@@ -46,16 +47,16 @@ class Adapters:
         self._loaded: dict[str, None] = {}
         """Least recently used first; at most `_most`."""
         self._most = 0
-        """Adapters that the pod holds at once; 0: it does not tell, or has none."""
+        """Adapters that the pod holds at once; 0: unknown, or none."""
         self._running: Set[str] = NONE
 
     @property
     def loaded(self) -> tuple[str, ...] | None:
-        """Return the adapters believed to be loaded, least recently used first; None: the pod does not tell."""
+        """Return the adapters believed to be loaded, least recently used first; None: unknown."""
         return tuple(self._loaded) if self._most else None
 
     def seen(self, most: int, running: Set[str], waiting: Set[str]) -> None:
-        """Take the adapters of running and waiting requests, and how many the pod holds, as the pod told."""
+        """Take the adapters of running and waiting requests, and how many the pod holds, as the pod reported."""
         self._most = most
         self._running = running
         for name in (*sorted(waiting - running), *sorted(running)):

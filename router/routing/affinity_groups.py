@@ -23,7 +23,7 @@ from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
 _ELSEWHERE = 1e9
 """Tokens; above any load."""
 _SLACK = 4
-"""Requests beyond the bound that are no imbalance yet: this many come together by chance."""
+"""Requests beyond the bound that do not yet count as an imbalance: this many come together by chance."""
 _EVEN = 1.08
 """A pod with more than this many times the mean requests of the last minutes gets no new prefix ..."""
 _EVEN_AT_HOME = 1.25
@@ -58,8 +58,8 @@ class AffinityGroups(WidePolicy):
     such text needs one pod, and the pod that already holds it serves best.
 
     Shares follow traffic late. If more prompts in a row share one prefix than its group explains, and no pod holds more
-    of the prompt than this prefix, all pods take turns: then only even arrivals can be gained. Two in a row are enough
-    if every pod that holds the prefix has more prefill queued than its cache would spare.
+    of the prompt than this prefix, all pods take turns, because even arrivals are then the only gain. Two in a row are
+    enough if every pod that holds the prefix has more prefill queued than its cache would save.
     """
 
     name = "affinity_groups"
@@ -172,9 +172,9 @@ class AffinityGroups(WidePolicy):
     ) -> bool:
         """Whether all pods take turns.
 
-        They do if all requests now share the prefix of `common` keys. They also do if the request is the second of its
-        prefix, and each pod that holds the prefix has at least `queued` tokens to prefill before it, which is more than
-        the cache would spare. `queued` is 0 for any other request.
+        They do if all requests now share the prefix of `common` keys. They also do if the request is the second with
+        its prefix, and each pod that holds the prefix has more tokens to prefill before it than the cache would save.
+        `queued`: the least number of these tokens; 0 for any other request.
 
         `group`: number of pods that the request's `depth` popular keys own. Popular keys that are less than half of
         the prompt own none.
@@ -187,7 +187,7 @@ class AffinityGroups(WidePolicy):
         return self._run.is_all(common, share)
 
     def _remember(self, request: RequestInfo, pod_id: PodId, work_s: float, common: int) -> None:
-        """Note that the request goes to the pod and takes `work_s` seconds of it. `common`: see `Run`."""
+        """Note that the request goes to the pod and takes `work_s` seconds of its time. `common`: see `Run`."""
         self._seen += 1
         self._run.add(request, common)
         self._turns.take(pod_id)
@@ -229,7 +229,7 @@ class AffinityGroups(WidePolicy):
         return [i for i in free if pods[i].matched_tokens == longest]
 
     def _current(self, ids: frozenset[PodId], ring: _RingOrder, now_s: float) -> _Groups:
-        """Return the current groups, made anew if they are old or a pod is new, but not if a retry leaves a pod out."""
+        """Return the current groups, rebuilt if they are old or a pod is new, but not if a retry leaves a pod out."""
         groups = self._groups
         if now_s - groups.made_at_s < self._refresh_s and (ids is groups.pods or ids <= groups.pods):
             return groups
@@ -325,10 +325,11 @@ def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
 
 
 def _work_s(request: RequestInfo, cost: StepCost, overhead_s: float, matched_tokens: int, decoding: float) -> float:
-    """Return the pod's seconds that the request takes: its prefill, and its part in the steps that decode its answer.
+    """Return how many seconds of the pod's time the request takes: its prefill, and its part in the steps that decode
+    its answer.
 
     The requests that decode in a step, on average `decoding` over the pods, share the step's fixed part. If a pod does
-    not tell that part, the fixed part of a request stands for it.
+    not report that part, the fixed part of a request stands for it.
     """
     uncached = max(0, request.prompt_tokens - matched_tokens)
     token_s = (cost.base_s + overhead_s) / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens

@@ -15,8 +15,8 @@ _ELSEWHERE = 1e9
 class CacheAware(WidePolicy):
     """A pod holds the prefix if its match is at least `match_share` of the longest.
 
-    If the longest match is below `min_prompt_share` of the prompt, no pod holds it. Otherwise a short text common to
-    all requests would keep them all on the pod that saw it first.
+    If the longest match is below `min_prompt_share` of the prompt, no pod counts as a holder. Otherwise a short text
+    common to all requests would keep them all on the pod that saw it first.
     """
 
     name = "cache_aware"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine.contract.keys import PrefixKey
 
 _HALF_LIFE_S = 10.0
-"""Half-life of a debt: past traffic does not justify a copy."""
+"""Half-life of a debt: old traffic does not justify a copy."""
 _ACCOUNTS = 4096
 _NEARBY_STRIDES = 4
 """Strides within which matches count as one shared prefix: they are estimated in tokens, so they differ a little."""

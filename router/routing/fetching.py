@@ -5,9 +5,9 @@ beginning of the prompt, host memory the part behind it, and the disk the part b
 attention, so the slower the tier of a token, the dearer the token is to compute.
 
 Behind these parts come tokens that the pod can fetch from the folder that pods share. No pod publishes which keys lie
-there: each pod would publish all of them, and the list would soon be wrong. A pod copies there what it holds, as far as
-that is worth it. So each pod with a shared tier can fetch what another such pod holds. Keys in the folder that no pod
-holds any more are equally near to all pods, so they do not affect the choice.
+there, because each pod would publish all of them, and the list would soon be wrong. A pod copies there what it holds,
+as far as that is worth it. So each pod with a shared tier can fetch what another such pod holds. Keys in the folder
+that no pod holds any more are equally near to all pods, so they do not affect the choice.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def wide_reaching(pods: WidePods) -> WidePods:
 
 def is_sooner(seconds: Any, tokens: Any, token_s: Any) -> Any:
     """Whether an engine that computes a token in `token_s` fetches `tokens` in `seconds` instead; numbers or columns.
-    Attention, which makes computing dearer, is left out: in doubt the engine computes."""
+    Attention, which makes computing dearer, is left out: when in doubt, the engine computes."""
     return is_worth_it(seconds, token_s * tokens)

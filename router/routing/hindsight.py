@@ -9,7 +9,7 @@ takes `m / n` times as long, and its first token comes after
 
 The chosen pod's real match and real queue say nothing about the rival. A rival is the best of several predictions, so
 its prediction is too early more often than not. Compare regret with gain, and with the regret of a week ago. Neither
-number tells what another policy would gain.
+number shows what another policy would gain.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from engine.contract.fetch_costs import FetchCost
 from engine.contract.load import StepCost
 
 PRIOR = StepCost(base_s=0.01, token_s=1e-4)
-"""Constants of a pod until something is known of it: 10,000 prefill tokens/s, 10 ms a step."""
+"""Constants of a pod until something is known about it: 10,000 prefill tokens/s, 10 ms a step."""
 OBSERVATION_S = 60.0
 """A fit to observed times counts this long. Otherwise a pod that was slow once would be avoided for good."""
 
@@ -19,8 +19,8 @@ STEP_TOKENS = 2048
 of vLLM's `max_num_batched_tokens`. If steps are larger, decoding counts for too much beside very long prompts."""
 
 EVENNESS = 4.0
-"""Among equally warm pods, a pod with a request before its first token counts as dearer. The surcharge is this many
-times what is left of a step since the last request was sent there. Above 4 hardly anything changes (DECISIONS.md)."""
+"""Among equally warm pods, a pod with a request that has no first token yet gets a surcharge. It is this many times
+what is left of a step since the last request was sent there. Above 4 hardly anything changes (DECISIONS.md)."""
 
 _UNIT_TOKENS = 1000
 
@@ -49,8 +49,8 @@ def unit_s(cost: StepCost) -> float:
 
 
 def has_fixed(cost: StepCost) -> bool:
-    """Whether the constants contain the fixed part of a step, as those that a pod tells do. Learnt constants have it
-    in the overhead of a request."""
+    """Whether the constants contain the fixed part of a step, as reported constants do. Learnt constants have it in the
+    overhead of a request."""
     return cost.base_s > 0
 
 

@@ -21,7 +21,7 @@ _LEAST_S = 0.5
 LEAST_PART = 0.02
 """A gateway owns no part of a pod that is smaller than this."""
 EQUAL = 0.2
-"""Shares that all differ by less than this part of an even share count as even, because chance moves them. Two gateways
+"""If all shares are within this part of an even share, they count as even, because chance moves them. Two gateways
 choose the same pod at the same time if a tenth of it changes hands now and then."""
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
@@ -34,17 +34,17 @@ class Parting(NamedTuple):
     high: float
     """The stretch goes from `low` to `high`, as parts of all pods, 0 to 1."""
     unseen_s: float
-    """Seconds of prefill that another gateway may have sent to one of its own pods without having told yet."""
+    """Seconds of prefill that another gateway may have sent to one of its own pods without having told this one yet."""
     meets: tuple[float, ...] = ()
     """Where the stretches of all gateways meet, 0 to 1, ascending; empty: all others count as one gateway."""
     is_told: bool = False
-    """Whether gateways tell each other of each request at once. If not, several make a copy before they see one."""
+    """Whether gateways tell each other of each request at once. If not, several may make the same copy."""
 
     @property
     def share(self) -> float:
         """The share of all gateways' work that this gateway's requests stand for: its own share, but at least an even
-        one. With less, a request would stand for dozens of others that may be nothing like it. 1 if others' requests
-        are not told."""
+        one. With less, a request would stand for dozens of others that may be nothing like it. 1 if gateways do not
+        tell each other of requests."""
         return max(1 / (len(self.meets) + 1), self.high - self.low) if self.is_told else 1.0
 
     def part(self, row: int, pods: int) -> float:
@@ -99,24 +99,24 @@ def parted(works_s: Mapping[str, float], own: str, unseen_s: float, *, is_told: 
 
 def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> float:
     """Return `unseen_s` for a pod with the longest match, which is `spared_tokens` longer than on some other pod. It is
-    at most half of their prefill: otherwise unseen requests that may not exist would cause copies."""
+    at most half of the prefill of these tokens: otherwise unseen requests that may not exist would cause copies."""
     return min(parting.unseen_s, _COPY_SHARE * token_s * spared_tokens) if spared_tokens else parting.unseen_s
 
 
 class Gateways:
-    """Each gateway's recent prefill, this one's included: a gateway's share of it is its share of own pods.
+    """Each gateway's recent prefill, this one's included: a gateway's share of it is its share of the pods.
 
     A gateway hears of the others' requests some milliseconds late, more if it or Redis is busy. Meanwhile a pod that
     was just sent a long prompt looks idle to all other gateways, and equal rules send all their next requests there.
     So each gateway allows for what others send in that time, on every pod except its own:
 
-        unseen = min(others' prefill, s per s * seconds until it is told, a usual prefill of theirs)
+        unseen = min(others' prefill, s per s * seconds until news comes, a usual prefill of theirs)
 
     In most cases one unseen request is there. With a larger bound, gateways that hear each other late would keep to
     their own pods and leave the others' pods idle.
 
-    Gateways in the order of their names divide the pods in the order of theirs, so each pod is some gateway's own.
-    Nothing is reserved: another gateway's pod is chosen if it is better by more.
+    Gateways in the order of their names divide the pods in the order of pod ids, so each pod is some gateway's own.
+    Nothing is reserved: another gateway's pod is chosen if it is clearly better.
     """
 
     def __init__(self, own: str) -> None:
@@ -154,7 +154,7 @@ class Gateways:
         total_s = math.fsum(works_s.values())
         if not own_s or own_s == total_s:
             return None
-        # The decayed sum, as a part of the sum of traffic that always came at this rate.
+        # The decayed sum, as a part of what it would be if traffic had always come at this rate.
         counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
         rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
         unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)

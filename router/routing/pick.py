@@ -13,7 +13,8 @@ Parts = Sequence[Mapping[str, float]]
 
 
 def load(pod: PodView) -> float:
-    """Return a pod's load for its weight: prompt tokens still to be prefilled, then the number of requests."""
+    """Return a pod's load divided by its weight: prompt tokens still to be prefilled; requests decide between
+    equals."""
     return (pod.in_flight_uncached_tokens + pod.in_flight * 1e-6) / pod.weight
 
 

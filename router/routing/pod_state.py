@@ -20,7 +20,8 @@ USUAL_TOKENS = 512.0
 _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
-"""A report may lack what was sent this long before the report came: publishing takes up to 50 ms, the way the rest."""
+"""A report may lack what was sent this long before the report came: publishing takes up to 50 ms, transport the
+rest."""
 
 
 class PodState:
@@ -170,7 +171,7 @@ class PodState:
 
     def finished(self, request_id: str, *, now_s: float, uncached_tokens: int | None = None) -> None:
         """Note that the request has left the pod, however it ended. May be called again. `uncached_tokens`: of its
-        prompt, as the pod told at the end; None: not told."""
+        prompt, as the pod reported at the end; None: not reported."""
         self._tell()
         self._unheard.remove(request_id)
         if (request := self._decoding.pop(request_id, None)) is not None:
@@ -189,7 +190,7 @@ class PodState:
         self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
     ) -> None:
         """Note a request that another gateway sent at `now_s`, perhaps a while ago. It teaches no speed. It counts as
-        decoding when its prefill should have ended, because its first token is heard of late. See `Unheard`."""
+        decoding when its prefill should have ended, because news of its first token comes late. See `Unheard`."""
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False
@@ -258,8 +259,9 @@ class PodState:
         """Take the pod's metrics, requested at `since`. They correct the others' share and nothing else.
 
         Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
-        counts twice. Metrics do not tell what others' requests do: waiting ones are assumed to have as many tokens to
-        prefill as requests sent from here, and the rest to decode. `capacity_tokens`: of the KV cache; None: unknown.
+        counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as many tokens to
+        prefill as requests sent from here; the rest are assumed to decode. `capacity_tokens`: of the KV cache; None:
+        unknown.
         """
         self._tell()
         self._settle(now_s)
@@ -324,7 +326,7 @@ class PodState:
             if request.streams:
                 due_s = min(due_s, request.late_from_s(speed.spread, reported.unsure_s(step_s)))
                 break
-            # When the first of these requests counts as decoding without a first token that was seen.
+            # From then on, the first of these requests counts as decoding, although no first token was seen.
             until_s = min(until_s, request.due_s)
         is_known = speed.is_known(now_s)
         if is_known:
@@ -365,7 +367,7 @@ class PodState:
 
     @property
     def fetch_costs(self) -> FetchCosts:
-        """Return what fetching from the pod's tiers costs, as it last told."""
+        """Return what fetching from the pod's tiers costs, as it last reported."""
         return self._reported.fetch
 
     def queue_s(self, now_s: float) -> float:
@@ -380,7 +382,7 @@ class PodState:
         return wait_s
 
     def knows_speed(self, now_s: float) -> bool:
-        """Whether the pod or its answers have told its speed; otherwise `queue_s` rests on a prior."""
+        """Whether the pod or its answers have shown its speed; otherwise `queue_s` rests on a prior."""
         return self.speed.is_known(now_s)
 
     def lateness_s(self, now_s: float) -> float:
@@ -400,7 +402,7 @@ class PodState:
         return max(len(self._pending), reported.load.waiting)
 
     def backed_up_s(self, now_s: float) -> float:
-        """Return seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
+        """Return the seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
         return self._reported.backed_up_s(now_s)
 
     def requests(self, now_s: float) -> int:
@@ -409,7 +411,7 @@ class PodState:
         return len(self._pending) + len(self._decoding) + others
 
     def _overdue_free_at_s(self, now_s: float) -> float:
-        """Return when an overdue pod is free: it is assumed to need the time by which it is late once more, and a step.
+        """Return when an overdue pod is free: it is assumed to need as long again as it is late, plus a step.
 
         Otherwise a pod that is slow or hangs would drain with the clock, look idle, and draw every request.
         """

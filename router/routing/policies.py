@@ -72,7 +72,7 @@ class PolicyOptions:
             "same_speed",
         ):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"policy option {name} must not be negative, not {getattr(self, name)}")
+                raise ValueError(f"policy option {name} must be at least 0, not {getattr(self, name)}")
         if not self.load_bound > 1:
             raise ValueError(f"policy option load_bound must be above 1, not {self.load_bound}")
         for name in ("match_share", "match_min_prompt_share"):

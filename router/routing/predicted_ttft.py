@@ -1,4 +1,4 @@
-"""`predicted_ttft`: chooses the pod with the least time to first token plus delay that the request causes others."""
+"""`predicted_ttft`: chooses the pod with the least time to first token plus delay to other requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Costs:
         self.ttft_s: list[float] = []
         self.own_s: list[float] = []
         self.duplicate_s = [0.0] * pods
-        """Part of `own_s`, and of the decoding it delays, that a pod with the longest match would be spared."""
+        """Part of `own_s`, and of the decoding it delays, that a pod with the longest match would save."""
         self.switch_s = [0.0] * pods
         self.credit_s = [0.0] * pods
         """What is owed to the prefix, taken off the score of a pod that would be a further copy. A request with more
@@ -87,7 +87,7 @@ class PredictedTtft(WidePolicy):
     A single request loses less by waiting for a pod that holds its prefix than by computing another copy, though all
     later requests would profit from the copy. So what requests lose by waiting is booked as a debt to the prefix. Once
     the debt and what the current request would save reach the price of a copy, a copy is made. This is the rule of ski
-    rental: paying when the losses reach the price costs at most twice the optimum with known future.
+    rental: paying when the losses reach the price costs at most twice what perfect foresight would.
     """
 
     name = "predicted_ttft"
@@ -185,16 +185,16 @@ class PredictedTtft(WidePolicy):
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Choose among the pods that are hardly worse than the best and have no shorter match.
 
-        Pods with the fewest requests before their first token come first, and of these the idle ones, unless other
+        Pods with the fewest requests that wait for a first token come first, and of these the idle ones, unless other
         gateways send there, too. Of the rest, if they are warm, the pod whose last turn is longest ago is chosen: then
         arrivals at each pod come evenly. Otherwise it is the pod with the least recent work, because a prompt computed
-        there brings its like.
+        there attracts similar ones.
 
         Warm pods are compared with `Costs.uneven_s` added, unless other gateways send there, too: this gateway does not
         know when they last did. A warm pod may be worse than the best by a tie and by the unknown end of the running
         step, but by no more: turns do not outweigh a prefill that is known to be in the way.
 
-        If scores are explained, the parts tell the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
+        If scores are explained, the parts show the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
         the best, `tied_waiting` requests wait there, `tied_idle` pods have none at all, and `tied_turn` is the place in
         the order of turns, from 1.
         """
@@ -422,7 +422,8 @@ class PredictedTtft(WidePolicy):
             if pod.adapter_s:
                 fetch_s += pod.adapter_s
             if pod.kv_used:
-                # A pod without free blocks preempts: it does work of about this size twice, likelier the fuller it is.
+                # A pod without free blocks preempts: it does work of about this size twice, and the fuller it is, the
+                # likelier.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
             if is_further:
                 duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s
@@ -476,9 +477,9 @@ def _is_same(numbers: float | Floats, rows: Ints) -> bool:
 
 def _owed_after(costs: Costs, chosen: int, owed_s: float, share: float) -> float:
     """Return the debt after this request. A copy pays it down. It grows by what one more copy, on an average other pod,
-    would have spared the request, or by 0 if that pod would have been no better.
+    would have saved the request, or by 0 if that pod would have been no better.
 
-    Other gateways' losses are not told. This gateway's requests are `share` of all, and stand for the rest.
+    Other gateways' losses are not known here. This gateway's requests are `share` of all, and stand for the rest.
     """
     scores, duplicates_s = costs.scores, costs.duplicate_s
     lacking = [i for i, duplicate_s in enumerate(duplicates_s) if duplicate_s > 0]

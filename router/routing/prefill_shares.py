@@ -1,4 +1,5 @@
-"""Each gateway's recent prefill, as gateways tell each other every second. It decides which pods each tries first."""
+"""Each gateway's recent prefill, as gateways tell each other every second. It decides which pods a gateway tries
+first."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ _GATEWAYS = 256
 """Gateways that are counted at a time."""
 UNSEEN_S = 0.08
 """Mean time from another gateway's request to the arrival of a load report that counts it: three quarters of the 0.1 s
-between a busy pod's reports, and the way."""
+between a busy pod's reports, plus transport."""
 
 
 class PrefillShares:
     """Seconds of prefill that each gateway sent to pods that report their load. Times are of one monotonic clock.
 
-    A report tells what other gateways sent, but late. Until then a pod that was just sent a long prompt looks idle to
-    all other gateways. So each gateway first tries a stretch of the pods that is as long as its share of the work, and
-    knows nearly all requests on these pods at once. On other pods it allows for unseen requests; see `Parting`.
+    A report shows what other gateways sent, but it comes late. Until then a pod that was just sent a long prompt looks
+    idle to all other gateways. So each gateway first tries a stretch of the pods that is as long as its share of the
+    work, and knows nearly all requests on these pods at once. On other pods it allows for unseen requests; see
+    `Parting`.
     """
 
     def __init__(self, own: str) -> None:
@@ -52,7 +54,7 @@ class PrefillShares:
         return self._own_s
 
     def merge(self, gateway: str, work_s: float, as_of_s: float) -> None:
-        """Take another gateway's recent prefill, as it told at `as_of_s`."""
+        """Take another gateway's recent prefill, as of `as_of_s`."""
         self._others.pop(gateway, None)
         if len(self._others) >= _GATEWAYS:
             del self._others[next(iter(self._others))]

@@ -14,7 +14,7 @@ FRESH_S = 3.0
 STALE_S = 10.0
 """... and not at all from this one."""
 PARTS = 1_000_000
-"""Blocks that stand for a KV cache if only its used share is told."""
+"""Blocks that stand for a KV cache if only its used share is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Counts:
     running: int
     waiting: int
     kv_used: float | None = None
-    """Share of the KV cache that running requests hold, 0 to 1; None: not told."""
+    """Share of the KV cache that running requests hold, 0 to 1; None: unknown."""
 
     def as_load(self) -> LoadReport:
-        """Return the counts as a load report, without what metrics do not tell."""
+        """Return the counts as a load report, without what metrics do not show."""
         total = 0 if self.kv_used is None else PARTS
         free = round((1 - (self.kv_used or 0.0)) * total)
         return LoadReport(self.running, self.waiting, blocks_free=free, blocks_total=total)
@@ -42,9 +42,9 @@ class Reported:
         self.load: LoadReport | None = None
         self.at_s = 0.0
         self.fetch: FetchCosts = NO_FETCH_COSTS
-        """What fetching from the pod's tiers costs, by the last report that told it."""
+        """What fetching from the pod's tiers costs, by the last report that said so."""
         self.is_count = False
-        """Whether the last report was the engine's count of its requests. This gateway may learn of some later."""
+        """Whether the last report was the engine's count of its requests. This gateway may learn of some only later."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
@@ -55,7 +55,7 @@ class Reported:
         """When the unbroken run of reports with waiting requests began; infinite if the last report has none."""
 
     def note(self, load: LoadReport, now_s: float) -> None:
-        """Take a report. The caller sets which part of it is the others'."""
+        """Take a report. The caller sets which part of it other gateways sent."""
         self.load, self.at_s = load, now_s
         if load.fetch is not NO_FETCH_COSTS and load.fetch != NO_FETCH_COSTS:  # snapshots do not tell them
             self.fetch = load.fetch
@@ -91,12 +91,12 @@ class Reported:
         return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
 
     def unsure_s(self, step_s: float) -> float:
-        """Return by how much a running step of `step_s` may end later than predicted, which is halfway
-        (`step_left_s`). It is 0 if other gateways send here, too: a late first token then tells of their prefill."""
+        """Return by how much a running step of `step_s` may end later than predicted, which is halfway (`step_left_s`).
+        It is 0 if other gateways send here, too: a late first token is then a sign of their prefill."""
         return 0.0 if self.others.running else step_s / 2
 
     def backed_up_s(self, now_s: float) -> float:
-        """Return seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
+        """Return the seconds for which every report has had waiting requests; 0 if the last has none, or is old."""
         if now_s - self.at_s >= FRESH_S:
             return 0.0
         return max(0.0, now_s - self._waiting_since_s)

@@ -11,7 +11,7 @@ from router.routing.wide import WidePods, WidePolicy
 
 
 class RoundRobin(WidePolicy):
-    """Chooses the pod whose id follows the last chosen one. Changes of the set of pods do not lose the place."""
+    """Chooses the pod whose id follows the last chosen one. If the set of pods changes, the place is kept."""
 
     name = "round_robin"
 

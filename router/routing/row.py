@@ -5,26 +5,26 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 EARLY_S = 1e-6
-"""Rows are made anew this long before a limit, because sums of times are rounded."""
+"""Rows are rebuilt this long before a limit, because sums of times are rounded."""
 
 Number = TypeVar("Number")
 
 
 class PodRow(NamedTuple, Generic[Number]):
-    """`PodView` in numbers that do not change while time passes: `wide.py` has a column of each.
+    """`PodView` in numbers that do not change while time passes: `wide.py` has a column for each.
 
-    A request waits until `free_at_s`. If `due_s` was x seconds ago, the request waits at least x seconds from now, and
+    A request waits until `free_at_s`. If `due_s` was x seconds ago, the request waits at least x seconds from now, plus
     a step of `late_step_s`. Then it waits for what the others sent, until `others_until_s`, times `others_trust`.
     """
 
     free_at_s: Number
     due_s: Number
-    """From when the first token of the oldest request that streams is late; infinite without such a request."""
+    """Time from which the first token of the oldest request that streams is late; infinite without such a request."""
     late_step_s: Number
     others_until_s: Number
     others_trust: Number
     others_span_s: Number
-    """Seconds that the others' prefill takes, counted from its report."""
+    """Seconds that the others' prefill takes, counted from the report."""
     others_uncached: Number
     """The others' prompt tokens still to be prefilled at that report, times the trust in it."""
     own_uncached: Number
@@ -39,10 +39,10 @@ class PodRow(NamedTuple, Generic[Number]):
     weight: Number
     shared_latency_s: Number
     shared_token_s: Number
-    """Seconds a token to fetch from the shared tier, as the pod tells; 0: it has none, or says nothing."""
+    """Seconds a token to fetch from the shared tier, as the pod reports; 0: it has none, or reports nothing."""
     is_prior: Number
     valid_until_s: Number
-    """When the row has to be made anew even if nothing happens to the pod."""
+    """When the row has to be rebuilt even if nothing happens to the pod."""
 
 
 def fullness(kv_used: float) -> float:

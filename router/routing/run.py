@@ -8,7 +8,7 @@ from router.routing.types import RequestInfo
 MANY = 3
 """Requests in a row, the last one counted, below which a run says nothing."""
 _CHANCE = 0.01
-"""Probability below which a run is no chance."""
+"""Probability below which a run is not chance."""
 _MOST = 0.5
 """Share of a prompt that has to be common."""
 
@@ -31,14 +31,14 @@ class Run:
         return count if count and count >= _MOST * len(own) else 0
 
     def is_all(self, common: int, share: float) -> bool:
-        """Whether all requests now share the prefix of `common` keys: a run this long is no chance for a prefix with
+        """Whether all requests now share the prefix of `common` keys: a run this long is not chance for a prefix with
         `share` of the traffic, 0 to 1."""
         in_a_row = self._length + 1
         return common > 0 and in_a_row >= MANY and (share >= 1 or share**in_a_row <= _CHANCE)
 
     def is_pair(self, common: int) -> bool:
-        """Whether the request is the second with the prefix of `common` keys, and leaves the first prompt after that
-        prefix. A conversation's next turn and a repetition do not."""
+        """Whether the request is the second with the prefix of `common` keys, and differs from the first prompt after
+        that prefix. A conversation's next turn and a repetition do not."""
         return self._length == 1 and 0 < common < len(self._keys)
 
     def add(self, request: RequestInfo, common: int) -> None:

@@ -28,13 +28,13 @@ class Sent:
     loads_adapter: bool = False
     """The pod had to load the adapter for this request."""
     is_elsewhere: bool = False
-    """Another gateway sent the request, and tells of its first token."""
+    """Another gateway sent the request, and reports its first token."""
     service_s: float | None = field(default=None, init=False)
     """Seconds to the first token, if they tell the pod's speed as soon as the computed tokens are known."""
 
     def late_from_s(self, spread: float, unsure_s: float) -> float:
-        """Return the time from which a missing first token is late. Neither noise explains it (`spread`: of the pool's
-        answers), nor the unknown end of the step that ran when the request came (`unsure_s`)."""
+        """Return the time from which a missing first token is late. Until then, noise (`spread`: of the pool's answers)
+        or the unknown end of the step that ran when the request came (`unsure_s`) explains the delay."""
         return self.due_s + spread * (self.due_s - self.sent_s) + unsure_s
 
 

@@ -41,7 +41,7 @@ class Popularity:
     share: float
     """Share of requests that begin with the key."""
     own: float
-    """Share of requests that begin with the key, and with no longer popular key."""
+    """Share of requests whose longest popular key is this one."""
 
 
 class TrafficShares:
@@ -92,7 +92,7 @@ class TrafficShares:
         return weight / total if total > 0 else 0.0
 
     def popular(self, min_share: float, now_s: float) -> dict[PrefixKey, Popularity]:
-        """Return every key with at least that share."""
+        """Return every key with at least `min_share`."""
         unit = self._unit(now_s)
         weights: defaultdict[PrefixKey, float] = defaultdict(float)
         parents = dict(self._parents)

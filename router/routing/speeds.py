@@ -1,4 +1,4 @@
-"""Speeds of pods that do not tell them: learnt from times to first token, together for pods that are alike.
+"""Speeds of pods that do not report them: learnt from times to first token, together for pods that are alike.
 
     seconds = factor of the pod * level * (base_s + token_s * uncached tokens)
 
@@ -43,7 +43,7 @@ _LEAST_NOISE = 0.01
 _SPELL_S = 6.0
 """A slow spell of a machine lasts about this long: answers within it are one observation, not many."""
 _HALF_LIFE_S = 30.0
-"""Half-life of what a pod's answers told of its factor."""
+"""Half-life of what a pod's answers say about its factor."""
 _SAME_FACTOR = math.log(1.05)
 _MOST_SPREAD = 3.0
 _Terms = tuple[float, float, float, float, float]
@@ -63,7 +63,7 @@ class LearntSpeed:
 
 @dataclass(frozen=True, slots=True)
 class LearntFactor:
-    """What a pool's answers told of one pod."""
+    """What a pool's answers say about one pod."""
 
     factor: float
     evidence_s: float
@@ -116,8 +116,8 @@ class SpeedPool:
         self.engine = engine
         self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
-        """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like one of each
-        request, and the second does not make a queue longer."""
+        """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like a fixed time of
+        each request, which does not make a queue longer."""
         self.overhead_s = 0.0
         """Fixed seconds of each request: its share of steps, and the engine's work before and after."""
         self.observations = 0
@@ -179,7 +179,7 @@ class SpeedPool:
         return min(max(ratio, -_OUTLIER), _OUTLIER)
 
     def mean_with(self, log_ratio: float, gained: float, now_s: float) -> float:
-        """Return the mean of all pods' log ratios, with this one, which counts for `gained` seconds."""
+        """Add a log ratio that counts for `gained` seconds, and return the mean of all pods' log ratios."""
         self._evidence *= math.exp2(-max(0.0, now_s - self._evidence_at_s) / _HALF_LIFE_S)
         self._evidence += gained
         self._evidence_at_s = now_s
@@ -237,7 +237,7 @@ class SpeedPool:
 
 
 class PodSpeed:
-    """One pod's speed, by the best source there is: constants that the pod tells, answers of its pool, the prior."""
+    """One pod's speed, by the best source there is: constants that the pod reports, answers of its pool, the prior."""
 
     __slots__ = ("_evidence", "_mean", "_observed_s", "_reported", "cost", "factor", "overhead_s", "pool")
 
@@ -254,12 +254,12 @@ class PodSpeed:
 
     @property
     def is_reported(self) -> bool:
-        """Whether the pod told the constants."""
+        """Whether the pod reported the constants."""
         return self._reported is not None
 
     @property
     def spread(self) -> float:
-        """See `SpeedPool`; 0 for a pod that tells its constants."""
+        """See `SpeedPool`; 0 for a pod that reports its constants."""
         return 0.0 if self._reported is not None else self.pool.spread
 
     def is_known(self, now_s: float) -> bool:
@@ -283,7 +283,7 @@ class PodSpeed:
         return LearntFactor(self.factor, self._evidence, self._mean)
 
     def begin_with(self, learnt: LearntFactor) -> None:
-        """Begin with what another gateway has learnt of the pod. For a pod without answers."""
+        """Begin with what another gateway has learnt about the pod. For a pod without answers."""
         self.factor, self._evidence, self._mean = learnt.factor, learnt.evidence_s, learnt.mean
         self.use_pool()
 
@@ -295,7 +295,7 @@ class PodSpeed:
 
     def observe(self, uncached_tokens: int, service_s: float, now_s: float, *, loaded: bool = False) -> None:
         """Count a prefill that took `service_s` without waiting for others. `loaded`: the time contains loading an
-        adapter, so it tells about that, and nothing about the speed."""
+        adapter, so it shows the loading time and not the speed."""
         if loaded:
             if self.is_known(now_s):
                 expected_s = self.overhead_s + self.cost.base_s + self.cost.token_s * uncached_tokens
@@ -341,7 +341,7 @@ class Speeds:
         """A pool lives as long as its pods."""
         self._learnt: dict[tuple[str, str], LearntSpeed] = {}
         self._factors: dict[PodId, LearntFactor] = {}
-        """What `expect` was told of pods that do not exist yet."""
+        """What `expect` got about pods that do not exist yet."""
 
     def of(self, model: str, engine: str) -> SpeedPool:
         """Return the pool of the pods of `model` on `engine`."""
@@ -353,7 +353,7 @@ class Speeds:
         return pool
 
     def factor_of(self, pod: PodId) -> LearntFactor | None:
-        """Return what another gateway had learnt of a pod that is new here, and forget it."""
+        """Return what another gateway had learnt about a pod that is new here, and forget it."""
         return self._factors.pop(pod, None)
 
     def expect(self, model: str, speeds: Mapping[str, LearntSpeed], factors: Mapping[PodId, LearntFactor]) -> None:

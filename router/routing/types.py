@@ -22,7 +22,7 @@ PodId = NewType("PodId", str)
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What routing knows of a request."""
+    """What routing knows about a request."""
 
     keys: tuple[PrefixKey, ...]
     """Prefix keys, shortest prefix first; empty for a prompt shorter than one stride."""
@@ -83,9 +83,9 @@ class PodView:
     room_tokens: float = math.inf
     """Tokens that the pod's cache can take before it evicts something; infinite if unknown."""
     overhead_s: float = 0.0
-    """Seconds of each request beside its prefill that delay no other request; 0 for a pod that tells its constants."""
+    """Seconds of each request besides its prefill that delay no other request; 0 for a pod that reports constants."""
     fetch: FetchCosts = NO_FETCH_COSTS
-    """What fetching tokens from the pod's tiers costs, as the pod last told."""
+    """What fetching tokens from the pod's tiers costs, as the pod last reported."""
     shared_tokens: int = 0
     """Tokens behind the matched ones that the pod does not hold, but can fetch from the shared tier sooner than it
     computes them."""

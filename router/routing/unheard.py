@@ -7,11 +7,11 @@ import math
 from router.routing.sent import Sent
 
 TOLD_S = 0.15
-"""A first token is heard of at most this long after it came. Gateways tell every 0.05 s, up to 40 gateways every 0.1 s
-(`router/registry/beliefs_pace.py`), and Redis is late at times. If one is told later still, a pod looks late by the
+"""News of a first token comes at most this long after the token. Gateways tell every 0.05 s, up to 40 gateways every
+0.1 s (`router/registry/beliefs_pace.py`), and Redis is late at times. If it comes later still, a pod looks late by the
 excess alone."""
 LOST_S = 3.0
-"""If a first token is overdue by more, its gateway is probably gone: gateways tell something every 2 s."""
+"""If a first token is overdue by more than this, its gateway is probably gone: gateways tell something every 2 s."""
 
 
 class Unheard:
@@ -35,8 +35,8 @@ class Unheard:
         self._requests.pop(request_id, None)
 
     def late_from_s(self, now_s: float, spread: float) -> float:
-        """Return since when a first token is later than noise of `spread` and the way here explain. Infinite if none is
-        awaited, or only from gateways that may be gone."""
+        """Return the time since which a first token is later than noise of `spread` and transport explain. Infinite if
+        no token is awaited, or only from gateways that may be gone."""
         while self._requests:
             request_id, request = next(iter(self._requests.items()))
             if now_s - request.due_s < LOST_S:

@@ -1,7 +1,7 @@
 """The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
 
-`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is
-8 ms a decision. Here a pod's row is made anew only if something happened to the pod. Numpy computes for all rows what
+`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is 8
+ms a decision. Here a pod's row is rebuilt only if something happened to the pod. Numpy computes for all rows what
 drains with the clock.
 """
 
@@ -31,7 +31,7 @@ _COLUMNS = len(PodRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class WideTiers:
-    """The part of the prompt below the pods' pools: each pod's tokens, and the seconds to fetch them as the pod tells
+    """The part of the prompt below the pods' pools: each pod's tokens, and the seconds to fetch them as the pod reports
     them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
 
     host: Floats
@@ -49,7 +49,7 @@ class WideTiers:
 
 @dataclass(slots=True)
 class WidePods:
-    """The pods that may serve a request, at the moment of the decision; few pods are a list of `PodView` instead."""
+    """The pods that may serve a request, at the moment of the decision; a small fleet has `PodView`s instead."""
 
     table: PodTable
     columns: PodRow[Floats]
@@ -63,7 +63,8 @@ class WidePods:
     """`PodView.room_tokens` of each pod; None: room does not count."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
-        """The pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens, wins."""
+        """Note that the pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens,
+        wins."""
         if self.matched is None:
             self.matched = np.zeros(len(self.table))
         self.matched[rows] = tokens
@@ -176,7 +177,7 @@ class PodTable:
         self.room: Floats = np.full(len(listed), np.inf)
         """`PodView.room_tokens` of each pod, by `set_room`."""
         self._valid_until_s = 0.0
-        """Until then no row has to be made anew, unless its pod changes."""
+        """Until then no row has to be rebuilt, unless its pod changes."""
         self._known: list[tuple[float, int]] = []
         """Pods of known speed in the order of their speed: (`unit_s`, row)."""
         self._units_s: list[float | None] = [None] * len(listed)

@@ -118,7 +118,7 @@ def own_parts(parting: Parting, pods: int) -> Floats:
 
 
 def _overheads_s(speeds: Speeds, columns: PodRow[Floats]) -> Floats:
-    """Return each pod's overhead, or the overhead of the pod whose constants it counts with; see `Speeds.apart`."""
+    """Return each pod's overhead; pods in `Speeds.apart` have the median pod's."""
     if not speeds.apart:
         return columns.overhead_s
     overheads_s = columns.overhead_s.copy()

@@ -51,7 +51,7 @@ class DiscoverySettings(Settings):
     inference_pool: str | None = Field(
         None,
         description="kubernetes: InferencePool (inference.networking.k8s.io/v1) in --kube-namespace whose selector and "
-        "targetPorts say which pods are engines, in place of --kube-selector and --kube-port; changes of it are "
+        "targetPorts say which pods are engines, in place of --kube-selector and --kube-port; changes to it are "
         "followed",
     )
     inference_objectives: bool = Field(
@@ -128,7 +128,7 @@ class DiscoverySettings(Settings):
             others := sorted(self.model_fields_set & {"kube_selector", "kube_port"})
         ):
             raise ValueError(
-                f"{flag_of(others[0])} and --inference-pool are both given: the pool tells it; leave "
+                f"{flag_of(others[0])} and --inference-pool are both given: the pool sets it; leave "
                 f"{flag_of(others[0])} out"
             )
         if self.inference_objectives and self.pool is None:

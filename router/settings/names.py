@@ -30,7 +30,7 @@ class NameSettings(Settings):
         [],
         description="names that stand for several models by weight, NAME=MODEL:WEIGHT,MODEL:WEIGHT, repeated or one "
         "after the other, e.g. chat=qwen3-8b:90,qwen3-8b-new:10: each conversation, by its first user message and its "
-        "tenant, stays with one of them as long as the weights stay. A weight of 0: none",
+        "tenant, stays with one of them as long as the weights stay the same. A model of weight 0 gets none",
     )
     default_model: str | None = Field(
         None,

@@ -66,7 +66,7 @@ class PickerSettings(Settings):
                 ip_address(host)
             except ValueError:
                 raise ValueError(
-                    f"--engines has {url}: with --ext-proc-port it must be an IP address, as a proxy is told where "
-                    f"{host!r} is by address"
+                    f"--engines has {url}: with --ext-proc-port its host must be an IP address, not {host!r}, because "
+                    "proxies get addresses"
                 ) from None
         return self

@@ -40,7 +40,7 @@ class ServingSettings(Settings):
     tenants_file: str | None = Field(
         None,
         description="YAML file of tenants: their API keys, models and limits, read again while running "
-        "(router/tenants/THE_FILE.md); none: no tenants. With --api-keys-file too, its keys are the tenant default's",
+        "(router/tenants/THE_FILE.md); none: no tenants. With --api-keys-file too, its keys belong to tenant default",
     )
     tenant_secret_file: str | None = Field(
         None,

@@ -34,7 +34,7 @@ _GAUGES = (
     ("connected", "1 while this gateway hears the others through Redis"),
     ("engines", "Engines about which other gateways told something"),
     ("in_flight", "Requests of other gateways that are in flight on engines that publish nothing"),
-    ("waiting", "Events that wait to be told to the other gateways"),
+    ("waiting", "Events that wait to be sent to the other gateways"),
     ("lag_seconds", "Seconds from the sending of the last message to its reading"),
 )
 _COUNTERS = (
@@ -44,7 +44,7 @@ _COUNTERS = (
     ("heard", "Messages from the other gateways"),
     ("refused", "Messages from the other gateways refused whole: cut, with absurd numbers, or with another stride"),
     ("unknown", "Messages from gateways of another release that were skipped: their version is not known here"),
-    ("lost", "Events that could not be told one by one, because Redis was down for long or too slow"),
+    ("lost", "Events that could not be sent one by one, because Redis was down for long or too slow"),
     ("gaps", "Times that messages of another gateway were missing"),
 )
 

@@ -35,19 +35,19 @@ class RequestRecord:
     breaks: int
     prompt_tokens_estimated: int
     prompt_tokens: int | None
-    """As the engine said; so is the next field."""
+    """As the engine reported; the same holds for the next field."""
     completion_tokens: int | None
     cached_tokens_predicted: int
     cached_tokens: int | None
     queue_ms: float
-    """Part of these that the request waited for an engine with room."""
+    """The part of `total_ms` that the request waited for an engine with room."""
     first_byte_ms: float | None
     total_ms: float
     error: str | None
 
 
 def configure_logging(level: str, *, requests: bool, log_format: Format = "text") -> None:
-    """Program events at `level` and above to stderr; request lines, which are JSON either way, only with `requests`."""
+    """Write program events at `level` and above to stderr; with `requests` also request lines, always as JSON."""
     configure(level, log_format)
     lines = logging.getLogger(REQUESTS)
     lines.propagate = False

@@ -1,4 +1,5 @@
-"""Prometheus metrics of the gateway. Labels are bounded: policies are a fixed list, engines leave with the fleet.
+"""Prometheus metrics of the gateway. Labels are bounded: policies are a fixed list, and an engine's series end when it
+leaves the fleet.
 
 The label of an engine is `engine`, not `pod`: when Prometheus scrapes in Kubernetes, `pod` is the gateway's own.
 """
@@ -114,7 +115,7 @@ class Metrics:
         )
         self._cached_error = Distribution(
             "warmroute_gateway_cached_error_tokens",
-            "Prompt tokens by which an engine reused more (or as many) or fewer than was predicted when it was chosen",
+            "Prompt tokens by which an engine reused more (or as many) or fewer than predicted when it was chosen",
             ("direction",),
             CACHED_ERROR_BUCKETS,
         )
@@ -127,14 +128,14 @@ class Metrics:
         )
         self._shadow_decisions = Tally(
             "warmroute_gateway_shadow_decisions",
-            "Requests on which a shadow policy was asked, by the policy that acted, and whether the shadow policy "
-            "chose the same engine, another, or failed",
+            "Requests about which a shadow policy was asked, by the policy that acted, and whether the shadow policy "
+            "chose the same engine, chose another, or failed",
             ("policy", "shadow", "outcome"),
         )
         self._shadow_tokens = Tally(
             "warmroute_gateway_shadow_tokens",
-            "Prompt tokens of requests on which a shadow policy was asked, and those believed cached on the engine of "
-            "the acting and of the shadow policy",
+            "Prompt tokens of requests about which a shadow policy was asked, and those believed cached on the engine "
+            "of the acting and of the shadow policy",
             ("policy", "shadow", "kind"),
         )
         self._shadow_ttft = Distribution(
@@ -238,7 +239,7 @@ class Metrics:
         self._kv_events = Tally(
             "warmroute_gateway_kv_events",
             "What engines' streams of KV events brought: batches, blocks stored and removed, caches cleared; gaps, "
-            "restarts, and times that what an engine holds had to be forgotten (lost); batches or events that were "
+            "restarts, and times that an engine's contents had to be forgotten (lost); batches or events that were "
             "refused, or not known here; blocks whose beginning is not known (orphans)",
             ("what",),
         )
@@ -366,7 +367,8 @@ class Metrics:
         cached_tokens: tuple[int, int],
         ttft_s: tuple[float, float],
     ) -> None:
-        """Count a request on which both policies chose; in each pair the value for `policy` comes before `shadow`'s."""
+        """Count a request for which both policies chose; in each pair the value for `policy` comes before
+        `shadow`'s."""
         outcomes, tokens = self._shadow_decisions.counts, self._shadow_tokens.counts
         outcomes[policy, shadow, "same"] += is_same
         outcomes[policy, shadow, "other"] += not is_same
@@ -376,7 +378,7 @@ class Metrics:
             self._shadow_ttft.observe(seconds, (policy, shadow, choice))
 
     def shadow_failed(self, policy: str, shadow: str) -> None:
-        """Count a request on which a shadow policy failed."""
+        """Count a request for which a shadow policy failed."""
         self._shadow_decisions.counts[policy, shadow, "failed"] += 1
 
     def compared_shadows(self, seconds: float) -> None:
