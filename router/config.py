@@ -186,7 +186,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
         60.0, gt=0, description="seconds in which a request's body must arrive; later is answered 408"
     )
     body_min_rate: int = Field(
-        4096, ge=0, description="least bytes/s of a request's body, on average over each 5 s; slower is answered 408"
+        4096,
+        ge=0,
+        description="least bytes/s of a request's body, on average over each 5 s; slower is answered 408; 0: no bound",
     )
     max_connections: int = Field(
         8192,

@@ -29,7 +29,10 @@ KNOWN_BLOCKS = 2**18
 SWEEP_S = 60.0
 """Mean seconds between an engine's checks whether room has to be made."""
 SWEEP_SHARE = 1 / 64
-"""Share of the folder's bytes: an engine that has written this much checks at once."""
+"""Share of the folder's bytes: an engine that has written this much checks at once. It may write as much once more if
+another engine is making room at that time."""
+RETRY_S = 1.0
+"""Seconds until an engine that has written much checks again, if another engine is making room."""
 
 
 class UpperBlocks(Protocol):
@@ -85,6 +88,8 @@ class SharedCopies:
         self.room_bytes: float = folder.file_bytes
         """Bytes that may be written before the next sweep, so that the folder stays within its limit."""
         self.resets = 0
+        self._has_borrowed = False
+        self._counting = threading.Lock()  # copies and sweeps have a thread each
         self._folder, self._upper = folder, upper
         self._described: dict[int, _Described] = {}
         self._scratch = {way: memoryview(bytearray(folder.block_bytes)) for way in Direction}
@@ -92,6 +97,22 @@ class SharedCopies:
     def describe(self, block: int, label: Label) -> None:
         """Note what the block holds or will hold. Call this before asking for its copy."""
         self._described[block] = _Described(label, self.resets)
+
+    def swept(self, written_before: int, left_bytes: float) -> None:
+        """Take note of a sweep. `written_before`: what `written_bytes` was when it began; `left_bytes`: room in the
+        folder. The sweep may have missed what was written while it ran, so that counts once more."""
+        with self._counting:
+            self.written_bytes -= written_before
+            self.room_bytes = left_bytes - self.written_bytes
+            self._has_borrowed = False
+
+    def borrow(self, room_bytes: float) -> None:
+        """Take this much room until this engine's next sweep, because another engine is making room. A second call
+        before that sweep changes nothing: a folder whose lock is kept must not grow."""
+        with self._counting:
+            if not self._has_borrowed:
+                self._has_borrowed = True
+                self.room_bytes = max(self.room_bytes, room_bytes)
 
     def move(self, run: BlockRun) -> Moved:
         """See `BlockMover.move`."""
@@ -120,8 +141,9 @@ class SharedCopies:
         kv = self._upper.read(block, self._scratch[Direction.DEMOTE])
         if not self._folder.store(described.label, kv):
             return 0
-        self.written_bytes += self._folder.file_bytes
-        self.room_bytes -= self._folder.file_bytes
+        with self._counting:
+            self.written_bytes += self._folder.file_bytes
+            self.room_bytes -= self._folder.file_bytes
         if self.written_bytes >= self.sweep_from_bytes:
             self.on_written()
         return 1
@@ -154,6 +176,8 @@ class OpenShared:
     clears: int = 0
     """Number of resets that have not reached the folder yet. Nothing is looked up meanwhile."""
     _jobs: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    _again_at_s: float = 0.0
+    """Until this time of the monotonic clock, what is written asks for no sweep."""
 
     def __post_init__(self) -> None:
         self.lookups = ThreadedLookups(self.folder.leading, lambda: not self.clears)
@@ -171,7 +195,7 @@ class OpenShared:
         """Start the thread that makes room. Blocks while it sweeps the folder once."""
         self._sweep()
         self.copies.sweep_from_bytes = SWEEP_SHARE * self.max_bytes
-        self.copies.on_written = lambda: self._jobs.put("sweep") if self._jobs.empty() else None
+        self.copies.on_written = self._ask_for_sweep
         threading.Thread(target=self._work, name="shared-tier-janitor", daemon=True).start()
 
     def reset(self) -> None:
@@ -184,6 +208,10 @@ class OpenShared:
         """End the threads, without waiting for them."""
         self.lookups.close()
         self._jobs.put("end")
+
+    def _ask_for_sweep(self) -> None:
+        if self._jobs.empty() and time.monotonic() >= self._again_at_s:
+            self._jobs.put("sweep")
 
     def _work(self) -> None:
         while True:
@@ -214,13 +242,13 @@ class OpenShared:
             log.warning("shared tier: no room can be made in %s: %s", self.folder.root, error)
             return
         if swept is None:  # another engine is sweeping, and leaves room for some time
-            self.copies.room_bytes = max(self.copies.room_bytes, SWEEP_SHARE * self.max_bytes)
+            self._again_at_s = time.monotonic() + RETRY_S
+            self.copies.borrow(SWEEP_SHARE * self.max_bytes)
             return
         self.folder.events[Event.EVICTED] += swept.evicted
         self.folder.events[Event.ABANDONED] += swept.abandoned
         self.held_bytes = swept.held_bytes
-        self.copies.written_bytes -= before
-        self.copies.room_bytes = self.max_bytes - swept.held_bytes
+        self.copies.swept(before, self.max_bytes - swept.held_bytes)
 
 
 def open_shared(

@@ -31,7 +31,7 @@ def event_ports(said: Any) -> tuple[Ports, Ports]:
 
 def _sources(said: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     if isinstance(said, dict):
-        found = [(int(name) if name.isascii() and name.isdigit() else None, source) for name, source in said.items()]
+        found = [(_number(name), source) for name, source in said.items()]
     elif isinstance(said, list):
         found = [(source.get("data_parallel_rank") if isinstance(source, dict) else None, source) for source in said]
     else:
@@ -45,10 +45,13 @@ def _port(endpoint: Any) -> int | None:
     """Return the port of `tcp://HOST:PORT`. Port 0 means that none is bound yet."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         return None
-    digits = endpoint.rpartition(":")[2]
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 5):
-        return None
-    return port if 0 < (port := int(digits)) <= 65535 else None
+    port = _number(endpoint.rpartition(":")[2])
+    return port if port is not None and 0 < port <= 65535 else None
+
+
+def _number(digits: str) -> int | None:
+    """Return the number; None if there are other characters, or so many that int() refuses them."""
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 5 else None
 
 
 def _by_rank(ports: Mapping[int, int]) -> Ports:

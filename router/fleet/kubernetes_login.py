@@ -132,6 +132,13 @@ def _from_kubeconfig(path: str, namespace: str | None) -> Cluster:
         return _cluster(configuration, namespace or active["context"].get("namespace") or "default")
     except (ConfigException, OSError, ValueError, yaml.YAMLError) as error:
         raise ApiError(Trouble.LOGIN, f"--kube-config {path} is not usable: {error}") from None
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+    ) as error:  # of valid YAML in which something is missing or of a wrong kind
+        why = f"{type(error).__name__}: {error}"
+        raise ApiError(Trouble.LOGIN, f"--kube-config {path} is not usable: it is no kubeconfig ({why})") from None
 
 
 def _cluster(configuration: Configuration, namespace: str) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,10 +21,20 @@ WINDOW_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The longest time for a body, in seconds, and its lowest rate, in bytes/s."""
+    """The longest time for a body, in seconds, and its lowest rate, in bytes/s. A rate of 0 is no bound."""
 
     timeout_s: float
     min_rate: int
+
+    @property
+    def window_s(self) -> float:
+        """Seconds in which `window_bytes` must come."""
+        return WINDOW_S if self.min_rate else math.inf
+
+    @property
+    def window_bytes(self) -> float:
+        """Bytes that must come in each `window_s`."""
+        return self.min_rate * WINDOW_S
 
 
 async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits, deadline_s: float) -> bytes:
@@ -70,18 +81,17 @@ async def go_ahead(request: web.Request) -> None:
 
 
 async def _receive(body: _Body, limits: BodyLimits, deadline_s: float) -> None:
-    """Receive the whole body. Each `min_rate * WINDOW_S` bytes may take WINDOW_S seconds. Raises RequestTimeout."""
+    """Receive the whole body. Each `window_bytes` may take `window_s` seconds. Raises RequestTimeout."""
     clock = asyncio.get_running_loop().time
     deadline_s = min(deadline_s, clock() + limits.timeout_s)
-    share = limits.min_rate * WINDOW_S
+    next_share = limits.window_bytes
     try:
-        async with asyncio.timeout_at(min(deadline_s, clock() + WINDOW_S)) as limit:
-            next_share = share
+        async with asyncio.timeout_at(min(deadline_s, clock() + limits.window_s)) as limit:
             while piece := await body.content.readany():
                 await body.take(piece)
                 if body.received >= next_share:
-                    next_share = body.received + share
-                    limit.reschedule(min(deadline_s, clock() + WINDOW_S))
+                    next_share = body.received + limits.window_bytes
+                    limit.reschedule(min(deadline_s, clock() + limits.window_s))
     except TimeoutError:
         raise too_slow(limits) from None
 
@@ -94,10 +104,10 @@ def unreadable(error: web.RequestPayloadError) -> BadRequest:
 
 def too_slow(limits: BodyLimits) -> RequestTimeout:
     """Return the error of a client that sends its body too slowly."""
-    return RequestTimeout(
-        f"the request's body did not arrive in time: it has {limits.timeout_s:g} s, and in each {WINDOW_S:g} s "
-        f"at least {limits.min_rate * WINDOW_S:g} bytes must come"
-    )
+    message = f"the request's body did not arrive in time: it has {limits.timeout_s:g} s"
+    if limits.min_rate:
+        message += f", and in each {limits.window_s:g} s at least {limits.window_bytes:g} bytes must come"
+    return RequestTimeout(message)
 
 
 class _Body:

@@ -188,8 +188,9 @@ class RedisCaches:
 
     async def _say(self, owner: str, meta: CacheMeta) -> None:
         await self._redis.hset(named_caches_key(owner), meta.id, orjson.dumps(asdict(meta)))
-        longest_s = max(other.until_s for other in await self._all(owner))
-        await self._redis.pexpire(named_caches_key(owner), int(1000 * (longest_s - self._clock())) + _SLACK_MS)
+        if alive := await self._all(owner):  # it may be empty: a cache may have a lifetime of a nanosecond
+            longest_s = max(other.until_s for other in alive)
+            await self._redis.pexpire(named_caches_key(owner), int(1000 * (longest_s - self._clock())) + _SLACK_MS)
 
     def _left_ms(self, meta: CacheMeta) -> int:
         return max(1, int(1000 * (meta.until_s - self._clock()))) + _SLACK_MS

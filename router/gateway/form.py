@@ -48,18 +48,17 @@ class Pace:
         self._limits = limits
         self._deadline_s = deadline_s
         self._received = received
-        self._share = limits.min_rate * body.WINDOW_S
         self._waited_s = self._waited_in_window_s = 0.0
-        self._next_share = self._share
+        self._next_share = limits.window_bytes
         self._clock = asyncio.get_running_loop().time
 
     async def wait(self, step: Awaitable[T]) -> T:
-        """Return the result of `step`. Each `min_rate * WINDOW_S` bytes may take WINDOW_S seconds.
+        """Return the result of `step`. Each `window_bytes` may take `window_s` seconds.
 
         Raises RequestTimeout.
         """
         began_s = self._clock()
-        left_s = min(self._limits.timeout_s - self._waited_s, body.WINDOW_S - self._waited_in_window_s)
+        left_s = min(self._limits.timeout_s - self._waited_s, self._limits.window_s - self._waited_in_window_s)
         try:
             async with asyncio.timeout_at(min(began_s + left_s, self._deadline_s)):
                 return await step
@@ -70,7 +69,7 @@ class Pace:
             self._waited_s += passed_s
             self._waited_in_window_s += passed_s
             if self._received() >= self._next_share:
-                self._next_share = self._received() + self._share
+                self._next_share = self._received() + self._limits.window_bytes
                 self._waited_in_window_s = 0.0
 
 

@@ -178,10 +178,12 @@ def _open(folder: Path, day: int) -> _DayFile:
 
 def _cut_to_lines(descriptor: int) -> int:
     """Cut off an incomplete line at the end, and return the size."""
-    size = os.fstat(descriptor).st_size
-    start = max(0, size - _TAIL_BYTES)
-    tail = os.pread(descriptor, size - start, start)
-    kept = start + tail.rfind(b"\n") + 1
+    start = size = os.fstat(descriptor).st_size
+    kept = 0
+    while start and not kept:  # a power failure may leave more than one piece without a line's end
+        end, start = start, max(0, start - _TAIL_BYTES)
+        if (found := os.pread(descriptor, end - start, start).rfind(b"\n")) >= 0:
+            kept = start + found + 1
     if kept < size:
         os.ftruncate(descriptor, kept)
     return kept

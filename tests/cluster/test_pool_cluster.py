@@ -72,21 +72,21 @@ async def apply(thing: dict[str, Any]) -> None:
 def kinds(release: None) -> Iterator[None]:
     """Provide the kinds, and the gateway account's right to read them; remove at the end what was made."""
     made = []
-    for kind in SCHEMAS:
-        wanted = definition(kind)
-        name = wanted["metadata"]["name"]
-        if subprocess.run(["kubectl", "get", "crd", name], capture_output=True, check=False).returncode == 0:
-            continue
-        words = ["kubectl", "create", "--filename", "-"]
-        done = subprocess.run(words, input=json.dumps(wanted), capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"{name} cannot be defined here: {done.stderr.strip()}")
-        made.append(name)
-        kubectl("wait", f"crd/{name}", "--for=condition=Established", "--timeout=30s")
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "pools"}, "rules": ROLE}
-    kubectl("apply", "--filename", "-", text=json.dumps(role))
-    kubectl("create", "rolebinding", "pools", "--role=pools", f"--serviceaccount={NAMESPACE}:{RELEASE}-gateway")
     try:
+        for kind in SCHEMAS:
+            wanted = definition(kind)
+            name = wanted["metadata"]["name"]
+            if subprocess.run(["kubectl", "get", "crd", name], capture_output=True, check=False).returncode == 0:
+                continue
+            words = ["kubectl", "create", "--filename", "-"]
+            done = subprocess.run(words, input=json.dumps(wanted), capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"{name} cannot be defined here: {done.stderr.strip()}")
+            made.append(name)
+            kubectl("wait", f"crd/{name}", "--for=condition=Established", "--timeout=30s")
+        kubectl("apply", "--filename", "-", text=json.dumps(role))
+        kubectl("create", "rolebinding", "pools", "--role=pools", f"--serviceaccount={NAMESPACE}:{RELEASE}-gateway")
         yield
     finally:
         kubectl("delete", "rolebinding,role", "pools", "--ignore-not-found")

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.backend.tiers.base import BlockRun, CopyError, Direction
 from engine.tiers.block_file import NO_DIGEST, Label
 from engine.tiers.janitor import FILL, FULL, LEASE_S, TEMPORARY_S, Janitor
-from engine.tiers.shared import HostBlocks, SharedCopies
+from engine.tiers.shared import SWEEP_SHARE, HostBlocks, OpenShared, SharedCopies
 from engine.tiers.shared_folder import HEAD_BYTES, Event, SharedFolder
 
 BLOCK_BYTES, CHAINS, DEPTH = 256, 3, 6
@@ -305,6 +305,33 @@ def test_nothing_is_written_beyond_the_bytes_that_the_folder_may_hold(tmp_path: 
             copies.move(BlockRun(Direction.DEMOTE, 0, block, 1))
     assert len(files(tmp_path)) == 2
     assert len(asked) == folder.events[Event.FULL] == DEPTH - 2
+
+
+def test_a_folder_whose_lock_is_kept_does_not_grow(tmp_path: Path) -> None:
+    """An engine that was killed while it made room keeps its turn for LEASE_S."""
+    most = 128 * FILE_BYTES
+    copies = SharedCopies(opened(tmp_path), HostBlocks(memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES), 1)
+    engine = OpenShared(opened(tmp_path), copies, most)
+    engine._sweep()
+    copies.sweep_from_bytes, copies.on_written = SWEEP_SHARE * most, engine._sweep
+
+    def stored(blocks: range) -> int:
+        count = 0
+        for number in blocks:
+            engine.describe(0, Label(sha256(b"%d" % number).digest(), NO_DIGEST, b""))
+            with suppress(CopyError):
+                count += copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1)).blocks
+        return count
+
+    try:
+        lock = tmp_path / "janitor.lock"
+        lock.write_bytes(b"another engine")
+        assert 120 < stored(range(400)) <= 128 * (1 + SWEEP_SHARE)
+        lock.unlink()
+        assert stored(range(400, 800)) > 390, "room is made again"
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= most
+    finally:
+        engine.close()
 
 
 def test_what_was_on_its_way_down_before_a_reset_is_not_stored_after_it(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def source(port: int, replay: int | None = None, **more: Any) -> dict[str, Any]:
         ({"0": source(5557, endpoint="tcp://*")}, (), ()),
         ({"0": source(65536)}, (), ()),
         ({str(MAX_RANKS): source(5557), "-1": source(1), "x": source(2), "²": source(3)}, (), ()),
+        ({"1" * 5000: source(5557), "0": source(5558)}, (5558,), ()),
         ([{"data_parallel_rank": True, "endpoint": "tcp://*:5557"}, 7, None], (), ()),
     ],
 )

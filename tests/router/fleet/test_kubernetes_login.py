@@ -101,7 +101,17 @@ async def test_kubeconfig_without_verification_or_namespace(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "a: [", "clusters: []"], ids=["absent", "empty", "not YAML", "no context"]
+    "content",
+    [
+        None,
+        "",
+        "a: [",
+        "clusters: []",
+        "- a",
+        "contexts: 7\ncurrent-context: now",
+        "contexts: [{}]\ncurrent-context: now",
+    ],
+    ids=["absent", "empty", "not YAML", "no context", "a list", "contexts of a wrong kind", "a context without a name"],
 )
 async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "config"

@@ -320,6 +320,28 @@ async def test_a_store_keeps_each_for_its_time(
 
 
 @pytest.mark.realtime
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_cache_may_expire_while_it_is_stored_or_renewed(
+    kind: str, redis_server: RedisServer, no_blocking_calls: BlockBuster
+) -> None:
+    no_blocking_calls.deactivate()
+
+    class Running(Clock):
+        def __call__(self) -> float:
+            self.now_s += 1e-3
+            return self.now_s
+
+    clock = Running()
+    async with store_of(kind, redis_server.url, clock, CacheBounds(2, 100)) as store:
+        await store.add("t", meta_of(clock, 1e-9), b"short")
+        assert await store.all_of("t") == []
+        long = meta_of(clock, 100)
+        await store.add("t", long, b"long")
+        await store.renew("t", long.id, clock.now_s + 1e-9)
+        assert await store.all_of("t") == []
+
+
+@pytest.mark.realtime
 async def test_what_was_read_is_used_while_redis_is_away_and_nothing_else(
     tmp_path: Path, no_blocking_calls: BlockBuster
 ) -> None:

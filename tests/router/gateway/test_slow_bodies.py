@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from router.gateway import body, door
 from router.gateway.inflate import MAX_MEMBERS, OUTPUT_SLICE_BYTES, Inflater, NotCompressed
 from router.parts import ADMISSION, DOOR
+from tests.router.gateway.forms import TYPE, Part, written
 from tests.router.gateway.helpers import DEADLINE_S, ScriptedEngine, event, eventually, running, streams
 from tests.router.gateway.raw_client import connected, head
 
@@ -71,6 +72,30 @@ async def test_a_body_must_come_at_the_least_rate_and_may_take_its_time_at_that(
             assert b" 200 " in await steady.reader.readline()
     assert answer.status == 408
     assert "at least 1000 bytes" in answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["json", "form"])
+async def test_with_a_least_rate_of_0_only_the_whole_body_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(body, "WINDOW_S", 0.1)
+    sent, path, lines = ASK, b"/v1/completions", [b"Content-Length: %d" % len(ASK)]
+    if kind == "form":
+        sent, path = written([Part("model", b"m"), Part("file", b"sound" * 1000, "a.wav")]), b"/v1/audio/transcriptions"
+        lines = [b"Content-Length: %d" % len(sent), b"Content-Type: " + TYPE]
+    async with running(ScriptedEngine("a", GOOD), body_min_rate=0, body_timeout_s=5) as gateway:
+        async with connected(gateway) as client:
+            client.send(head(*lines, path=path) + sent[:10])
+            await asyncio.sleep(1)
+            client.send(sent[10:-10])
+            await asyncio.sleep(1)
+            client.send(sent[-10:])
+            assert b" 200 " in await client.reader.readline()
+        async with connected(gateway) as late:
+            late.send(head(*lines, path=path) + sent[:10])
+            answer = await late.answer()
+    assert answer.status == 408
+    assert answer.error["message"] == "the request's body did not arrive in time: it has 5 s"
 
 
 async def test_the_rate_is_that_of_each_window_and_not_the_average(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,15 @@ async def test_lines_are_written_while_it_runs_and_after_a_restart_behind_the_ot
     assert [line["n"] for line in lines(tmp_path, "2024-10-04")] == list(range(6))
 
 
-async def test_what_a_killed_process_left_of_a_line_is_cut_off(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize("left", [b'{"time": "2024-10-04T12:0', bytes(200_000)], ids=["half a line", "zeros"])
+async def test_what_a_killed_process_left_of_a_line_is_cut_off(tmp_path: Path, clock: Clock, left: bytes) -> None:
+    """A power failure may leave zeros."""
     log = UsageLog(tmp_path, clock)
     log.add({"n": 1})
     await log.close()
     (path,) = tmp_path.iterdir()
     with path.open("ab") as file:
-        file.write(b'{"time": "2024-10-04T12:0')
+        file.write(left)
     log.add({"n": 2})
     await log.close()
     assert [line["n"] for line in lines(tmp_path, "2024-10-04")] == [1, 2]
