@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def length(self) -> int | None:
-        """Return None: there is no limit of jobs."""
+        """Return None: there is no limit to the number of jobs."""
         return None
 
     def session(self, number: int) -> Session:
