@@ -3,11 +3,12 @@
     python -m tests.bench.bench_disk_reads [--folder FOLDER] [--megabytes 128] [--rounds 5]
 
 A file has blocks of one size, each behind a label of 4 KiB, as the disk tier writes them. A round reads all blocks in
-random order into memory that is aligned to pages, and computes no checksum. `cold`: the page cache is emptied before.
-`warm`: the file is in it. `direct` opens the file with O_DIRECT. `asked ahead` tells the kernel which eight blocks are
-read next (`posix_fadvise`). `cached or direct` takes from the page cache what is in it (RWF_NOWAIT). `4 threads` reads
-four blocks at a time. Each cell gives GB/s by the clock, and CPU seconds of the process for 10 GB: medians of the
-rounds. Writes are overwrites; the time counts until `pwrite` returns, and until `fdatasync` does.
+random order into memory that is aligned to pages, and computes no checksum. `cold`: the page cache is emptied first.
+`warm`: the page cache has the file. `direct` opens the file with O_DIRECT. `asked ahead` tells the kernel which eight
+blocks are read next (`posix_fadvise`). `cached or direct` reads blocks from the page cache if they are there
+(RWF_NOWAIT), and the others past it. `4 threads` reads four blocks at a time. Each cell gives GB/s by the clock, and
+CPU seconds of the process for 10 GB: medians of the rounds. Writes are overwrites; the time counts until `pwrite`
+returns, and until `fdatasync` does.
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's traces")
-    parser.add_argument("--skip-bookkeeping", action="store_true", help="hit rates alone")
-    parser.add_argument("--memory", action="store_true", help="count the bookkeeping's bytes; its CPU is slower then")
+    parser.add_argument("--skip-bookkeeping", action="store_true", help="only hit rates")
+    parser.add_argument("--memory", action="store_true", help="count the bookkeeping's bytes, which slows it down")
     parser.add_argument("--only", help="only traces whose name contains this")
     args = parser.parse_args()
     names = " | ".join([*Eviction, "optimum"])
