@@ -38,7 +38,7 @@ format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
+bench: $(STAMP) ## the benchmarks of tests/bench, one after another
 	@for bench in tests/bench/bench_*.py; do \
 		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
 	done

@@ -45,7 +45,7 @@ class ComparedSettings(Settings):
         [], description=f"routing policies of --url to compare, comma-separated; none: {', '.join(DEFAULT_POLICIES)}"
     )
     arm: list[str] = Field(
-        [], description="a deployment as NAME=URL, or NAME=URL;POLICY; repeatable, beside or instead of --url"
+        [], description="a deployment as NAME=URL, or NAME=URL;POLICY; repeatable, with or instead of --url"
     )
     baseline: str = Field("", description="arm that the others are compared with; empty: round_robin, else the first")
     metrics_urls: list[str] = Field(

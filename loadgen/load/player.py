@@ -248,7 +248,7 @@ class _Arm:
                 began_s = self.clock()
 
     async def closed_loop(self, schedule: _Schedule) -> None:
-        """Let `concurrency` users play one session after the other."""
+        """Let `concurrency` users play one session after another."""
         await asyncio.sleep(self.start_s - self.clock())
 
         async def user() -> None:

@@ -63,7 +63,7 @@ class FewShot:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs one after the other: all items of a job have the same instructions, and each item is unique."""
+    """Jobs one after another: all items of a job have the same instructions, and each item is unique."""
 
     name: str = "batch"
     seed: int = 1

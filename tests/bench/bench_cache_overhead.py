@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="at least 6 (8)")
     parser.add_argument("--only", help="only traffic whose name contains this")
     names = [arm.name for arm in ARMS[1:]]
-    parser.add_argument("--arms", nargs="+", default=names, choices=names, help="beside off (all)")
+    parser.add_argument("--arms", nargs="+", default=names, choices=names, help="arms to run besides off (all)")
     arguments = parser.parse_args()
     profile = find_profile(arguments.profile)
     arms = [arm for arm in ARMS if arm is OFF or arm.name in arguments.arms]

@@ -35,14 +35,14 @@ Places = Sequence[tuple[int, memoryview]]
 
 
 def read(descriptor: int, places: Places) -> None:
-    """Read blocks one after the other, as `FileMedium` does."""
+    """Read blocks one after another, as `FileMedium` does."""
     for offset, target in places:
         if os.preadv(descriptor, [target], offset) != len(target):
             raise OSError("a read was short")
 
 
 def read_asked_ahead(descriptor: int, places: Places) -> None:
-    """Ask the kernel for `AHEAD` blocks, then read them one after the other."""
+    """Ask the kernel for `AHEAD` blocks, then read them one after another."""
     for start in range(0, len(places), AHEAD):
         part = places[start : start + AHEAD]
         for offset, target in part:
@@ -77,7 +77,7 @@ def read_mapped(descriptor: int, places: Places) -> None:
 
 
 def write(descriptor: int, places: Places, *, synced: bool) -> None:
-    """Overwrite blocks one after the other."""
+    """Overwrite blocks one after another."""
     for offset, source in places:
         if os.pwrite(descriptor, source, offset) != len(source):
             raise OSError("a write was short")

@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_eviction [--traces FOLDER] [--only agentic] [--memory]
 
-Requests come one after the other. Rates are hit blocks / requested blocks; `hot`: only for blocks of hot prefixes. A
+Requests come one after another. Rates are hit blocks / requested blocks; `hot`: only for blocks of hot prefixes. A
 folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl` (gzip or not) adds these two traces.
 """
 

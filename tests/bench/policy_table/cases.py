@@ -61,7 +61,7 @@ class Case:
 
     @property
     def is_unhindered(self) -> bool:
-        """Return whether no pod is slow or dies, and one gateway knows of every request."""
+        """Return whether no pod is slow or dies, and one gateway sees every request."""
         return not self.slow_pod and not self.dying_pod and self.gateways == 1 and not self.kv_tokens
 
     def arrivals(self, knee: float) -> ArrivalSpec:
