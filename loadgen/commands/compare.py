@@ -40,7 +40,9 @@ LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--admin-url", "-
 class ComparedSettings(Settings):
     """Mixin: the arms to compare."""
 
-    url: str = Field("", description="base URL of a gateway that runs with --allow-policy-header: an arm per policy")
+    url: str = Field(
+        "", description="base URL of a gateway that runs with --allow-policy-header; each policy is an arm"
+    )
     policies: list[str] = Field(
         [], description=f"routing policies of --url to compare, comma-separated; none: {', '.join(DEFAULT_POLICIES)}"
     )
