@@ -38,12 +38,12 @@ format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## the benchmarks of tests/bench, one after the other
+bench: $(STAMP) ## the benchmarks of tests/bench, one after another
 	@for bench in tests/bench/bench_*.py; do \
 		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
 	done
 
-soak: $(STAMP) ## five minutes of load while engines die, Redis restarts and gateways are rolled; fails where a request is lost
+soak: $(STAMP) ## five minutes of load while engines die, Redis restarts and gateways are rolled; fails if a request is lost
 	$(BIN)/python -m tests.bench.soak $(SOAK_ARGS)
 
 policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
@@ -68,7 +68,7 @@ images: $(STAMP) ## build the images without Docker, as OCI archives in build/im
 cluster-test: $(STAMP) ## the chart, the images and the programs on a real Kubernetes cluster; see tests/cluster/run.sh
 	@tests/cluster/run.sh $(PYTEST_ARGS)
 
-vllm-test: $(STAMP) ## the gateway before real vLLM servers on this machine's CPU; installs them into build/vllm (2.3 GB)
+vllm-test: $(STAMP) ## the gateway in front of real vLLM servers on this machine's CPU; installs them into build/vllm (2.3 GB)
 	$(BIN)/python -m tests.vllm.environment
 	$(BIN)/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS)
 
@@ -83,7 +83,7 @@ emulated-test: $(STAMP) ## the same on an emulated card, in minutes (tests/MACHI
 gpu-bench: ## the CUDA engine against this card's roofline and against transformers; writes out/gpu-bench
 	"$(GPU_PYTHON)" -m tests.bench.gpu $(GPU_BENCH_ARGS)
 
-gpu-tune: ## other settings for the GPU kernels than those in use, timed on this card; writes out/gpu-tune
+gpu-tune: ## time alternative settings for the GPU kernels on this card; writes out/gpu-tune
 	"$(GPU_PYTHON)" -m tests.bench.gpu.tune $(GPU_TUNE_ARGS)
 
 compile-test: $(STAMP) ## every variant of the GPU kernels down to machine code for sm_80 and sm_90, without a card (minutes)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         print(f"warmroute-loadgen: unknown command {command!r}; allowed: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
-    # Imported here for two reasons: the import takes a while, in which a SIGTERM must not be lost, and each command
+    # The import is here for two reasons: it takes a while, during which a SIGTERM must not be lost, and each command
     # imports only what it needs.
     try:
         status = importlib.import_module(module_of(command)).run(rest)

@@ -82,7 +82,7 @@ def _replacing(thing: Object, base: Object) -> Object:
 
 
 def _is_monitoring(thing: Object) -> bool:
-    """Return whether the object is only for Prometheus or Grafana, as a Service for Prometheus is."""
+    """Return whether only Prometheus or Grafana needs the object. A Service for Prometheus is such an object."""
     return thing["kind"] in MONITORING or thing["metadata"]["name"].endswith("-metrics")
 
 

@@ -20,7 +20,7 @@ _WORTH_ROUTING = 0.02
 
 
 def break_even_rate(write_cost: float, read_cost: float) -> float:
-    """Return the hit rate from which caching is cheaper than none; above 1: never cheaper."""
+    """Return the hit rate at which caching becomes cheaper than no caching; above 1: never."""
     return max(0.0, (write_cost - 1) / (write_cost - read_cost))
 
 
@@ -65,11 +65,11 @@ def _verdict(
         only = " only with routing by prefix" if plain <= least else ""
         return (
             f"Enable prefix caching{only}: with {size}, up to {best:.1%} of prompt tokens need not be computed; it pays"
-            f" from {least:.1%} (prompts then cost {saved:.2f} of what they cost without)."
+            f" off from {least:.1%} on (prompts then cost {saved:.2f} of what they cost without caching)."
         )
     text = (
-        f"Prefix caching does not pay for these prompts: with {size}, at best {best:.1%} of prompt tokens hit; it pays"
-        f" from {least:.1%}."
+        f"Prefix caching does not pay off for these prompts: with {size}, at best {best:.1%} of prompt tokens hit; it"
+        f" pays off from {least:.1%} on."
     )
     if findings and possible > least:
         return f"{text} Repair the prompts first, then enable it:"

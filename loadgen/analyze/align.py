@@ -1,4 +1,4 @@
-"""Two prompts beside each other: where they differ, and where they agree again."""
+"""Two prompts side by side: where they differ, and where they agree again."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class KeyLog:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The prompts as paths through a trie. Positions count the blocks of all prompts, one after the other."""
+    """The prompts as paths through a trie. Positions count the blocks of all prompts, one after another."""
 
     block_tokens: int
     tokens: npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ class Sharing:
     run_first: Ints
     """Position at which each run was first seen."""
     path_runs: Ints
-    """Runs of all prompts, one after the other."""
+    """Runs of all prompts, one after another."""
     path_starts: Ints
     """For each prompt, where its runs begin in `path_runs`; the last entry is the number of all runs."""
 

@@ -89,7 +89,7 @@ REORDERED = {
         "parts_order",
         "the order of documents or paragraphs",
         None,
-        "put them into a fixed order, the most used first, or behind everything shared",
+        "put them into a fixed order, the most used first, or after everything shared",
     ),
 }
 
@@ -116,8 +116,8 @@ class BreakFinder:
         partner = self._partner(behind)
         if partner is not None:
             self._broken += 1
-            # The first breaks are all paired, later ones ever more rarely: a few hundred pairs tell as much as all of
-            # them.
+            # All of the first breaks are paired, later ones more and more rarely: a few hundred pairs tell as much as
+            # all pairs.
             if self._broken % math.ceil(self._broken / _PAIRS_AT_ONCE) == 0:
                 self._compare(self._texts[partner], prompt)
         for value in hashes.tolist():

@@ -1,7 +1,7 @@
 """The longest prefix that a prompt shares with an earlier one, to the byte: it shows what whole blocks lose.
 
-Whole blocks are known from the keys. Less than one block remains: the bytes after the last common block. They are
-compared with the same bytes of every earlier prompt on that path. Only new continuations are kept, at most two per
+The keys show which whole blocks are common. Less than one block remains: the bytes after the last common block. They
+are compared with the same bytes of every earlier prompt on that path. Only new continuations are kept, at most two per
 prompt.
 """
 

@@ -72,7 +72,7 @@ class Recommendation(_Model):
     enable: bool
     routing: Literal["affinity", "indifferent", "none"]
     break_even_rate: float
-    """Hit rate from which caching pays, at the given costs."""
+    """Hit rate at which caching begins to pay off, at the given costs."""
     sentences: tuple[str, ...]
 
 

@@ -71,7 +71,7 @@ def sort_units(text: bytes, separator: bytes, rank: Mapping[bytes, int]) -> byte
 
 
 def json_at(text: bytes, at: int) -> tuple[int, int, Any] | None:
-    """Return bounds and value of the outermost JSON object or array around byte `at` that begins in the same line."""
+    """Return bounds and value of the outermost JSON object or array around byte `at` that begins on the same line."""
     start = max(text.rfind(mark, 0, at) + 1 for mark in (b"\n", FIELD_SEPARATOR, MESSAGE_END))
     for opening in itertools.islice(re.finditer(rb"[{\[]", text[start:at]), _MOST_OPENINGS):
         found = decode_json(text, start + opening.start())

@@ -1,4 +1,4 @@
-"""The stretches of prompt that save most. A reader recognises them as a system prompt, a document or a history."""
+"""The stretches of prompt that save the most. A reader recognises a system prompt, a document or a history in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFIXES = 5
 
 
 def top_runs(sharing: Sharing) -> dict[int, list[int]]:
-    """Return the runs that save most, grouped by the first request that has them."""
+    """Return the runs that save the most, grouped by the first request that has them."""
     uses = np.bincount(sharing.path_runs, minlength=len(sharing.run_blocks))
     saved = (uses - 1) * sharing.run_blocks
     out: dict[int, list[int]] = {}

@@ -39,7 +39,7 @@ class LoggedPrompt:
     at_s: float | None = None
     block_ids: tuple[int, ...] = ()
     tokens: float | None = None
-    """Length given by the file; None: must be estimated from the bytes."""
+    """Length given by the file; None: it must be estimated from the bytes."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Source:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError:
-            stats.skip(stats.lines, "no JSON")
+            stats.skip(stats.lines, "not JSON")
             return None
         if not isinstance(row, dict):
             row = {"prompt": row}
@@ -151,7 +151,7 @@ def prompt_of(row: Mapping[str, Any], prompt_field: str = "") -> LoggedPrompt:
     for name in BODY_FIELDS:
         if row.get(name):
             return _from_value(row[name], at_s, name)
-    raise ValueError(f"none of messages, prompt, text, {', '.join(BODY_FIELDS)}, hash_ids")
+    raise ValueError(f"it has none of messages, prompt, text, {', '.join(BODY_FIELDS)}, hash_ids")
 
 
 def _from_value(value: object, at_s: float | None, name: str) -> LoggedPrompt:
@@ -167,7 +167,7 @@ def _from_value(value: object, at_s: float | None, name: str) -> LoggedPrompt:
         value = {"messages": value} if value and isinstance(value[0], dict) else {"prompt": value}
     if isinstance(value, dict) and (found := _from_body(value, at_s)):
         return found
-    raise ValueError(f"{name!r} has no prompt: it must be a text, messages, or a request body")
+    raise ValueError(f"{name!r} has no prompt: it must be text, messages, or a request body")
 
 
 def _from_body(body: Mapping[str, Any], at_s: float | None) -> LoggedPrompt | None:
@@ -194,7 +194,7 @@ def _from_ids(row: Mapping[str, Any], at_s: float | None) -> LoggedPrompt:
         raise ValueError("'hash_ids' must hold integers")
     length = row.get("input_length")
     if not isinstance(length, int | float) or length < 0:
-        raise ValueError("a line with 'hash_ids' needs 'input_length', tokens")
+        raise ValueError("a line with 'hash_ids' needs 'input_length', a number of tokens")
     return LoggedPrompt(b"", at_s=at_s, block_ids=tuple(ids), tokens=float(length))
 
 

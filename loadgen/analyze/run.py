@@ -178,7 +178,7 @@ def _duplicates(sharing: Sharing, exact: np.ndarray[tuple[int], np.dtype[np.int6
 
 
 def _reuse_gap(sharing: Sharing, times: array[float]) -> Gap | None:
-    """Return the time since the end of the prefix that a request finds was last used."""
+    """Return the time from the last use of a prefix, at its end, to the request that finds it."""
     last: dict[int, float] = {}
     gaps = []
     for path, at in zip(sharing.paths(), times, strict=True):

@@ -43,7 +43,7 @@ def facts(analysis: Analysis) -> Iterator[str]:
     if a.is_truncated:
         yield "stopped before the end of the file: --memory-mib is used up; rates hold for what was read"
     if not a.is_in_order:
-        yield "times go back: sort the file by time, or the rates are those of another order"
+        yield "times are not ascending: sort the file by time, because the rates depend on the order"
     yield f"{a.sharing_requests:.1%} of requests begin like earlier ones; {a.duplicate_requests:,} repeat one entirely"
     yield f"{a.distinct_tokens:,.0f} tokens are distinct: a cache of that size never evicts"
     if a.hit_rate_exact is not None:

@@ -25,7 +25,7 @@ class ValueKind:
     advice: str
 
 
-_LATER = "move it behind everything that requests share, best into the last message"
+_LATER = "move it after everything that requests share, ideally into the last message"
 
 SHAPED = (
     ValueKind(

@@ -43,7 +43,7 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
         description="vLLM's name for --workload: sharegpt, random, prefix_repetition, burstgpt, custom",
     )
     num_prompts: int = Field(
-        1000, ge=1, le=100_000_000, description="requests; the session that reaches them is played to its end"
+        1000, ge=1, le=100_000_000, description="requests; the session that reaches this number is played to its end"
     )
     request_rate: float | None = Field(math.inf, gt=0, description="requests per second; inf: all at once")
     flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")

@@ -40,12 +40,14 @@ LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--admin-url", "-
 class ComparedSettings(Settings):
     """Mixin: the arms to compare."""
 
-    url: str = Field("", description="base URL of a gateway that runs with --allow-policy-header: an arm per policy")
+    url: str = Field(
+        "", description="base URL of a gateway that runs with --allow-policy-header; each policy is an arm"
+    )
     policies: list[str] = Field(
         [], description=f"routing policies of --url to compare, comma-separated; none: {', '.join(DEFAULT_POLICIES)}"
     )
     arm: list[str] = Field(
-        [], description="a deployment as NAME=URL, or NAME=URL;POLICY; repeatable, beside or instead of --url"
+        [], description="a deployment as NAME=URL, or NAME=URL;POLICY; repeatable, with or instead of --url"
     )
     baseline: str = Field("", description="arm that the others are compared with; empty: round_robin, else the first")
     metrics_urls: list[str] = Field(

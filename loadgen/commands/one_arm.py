@@ -79,7 +79,7 @@ class OpenArm:
         await self._stack.aclose()
 
     async def play(self, workload: Workload, spec: RunSpec, planned: int | None, title: str = "") -> Played:
-        """Warm up, rest, load; show progress as `title`, else as the arm. Raises ServerUnusable and WorkerDied."""
+        """Warm up, rest, load; show progress under `title`, or the arm's name. Raises ServerUnusable and WorkerDied."""
         name = self.spec.name
         warmed = await warm_up(self._client, f"{self._load.seed}/{name}/{self._count}", self._load.warmups)
         self._count += 1
@@ -159,7 +159,8 @@ def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
 
 
 def sessions_of(workload: Workload, prompts: int, first: int = 0) -> tuple[int, int]:
-    """Count the sessions from `first` on that hold `prompts` requests (else all sessions), and their requests."""
+    """Count the sessions from `first` on that hold `prompts` requests (all sessions if they hold fewer), and their
+    requests."""
     sessions = requests = 0
     while requests < prompts and (workload.length is None or first + sessions < workload.length):
         requests += len(workload.session(first + sessions).turns)

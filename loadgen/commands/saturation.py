@@ -54,9 +54,9 @@ def good_share(summary: Summary) -> float:
 def achieved_share(records: Records) -> float:
     """Return the rate at which requests ended / the rate at which they were due; 1 if too few requests can tell.
 
-    If requests come faster than they are served, each waits longer than the one before. Between the middles of the two
-    halves of the run lie `due_s`, and waiting grows by `growth_s`: what was due in `due_s` ended in `due_s + growth_s`.
-    The function uses medians, so that neither the time of one request nor the run's tail counts.
+    If requests come faster than they are served, each waits longer than the one before. The middles of the run's two
+    halves are `due_s` apart. Waiting grows by `growth_s` between them, so the requests due in `due_s` ended in
+    `due_s + growth_s`. The function uses medians, so that neither the time of one request nor the run's tail counts.
     """
     if len(records) < _LEAST_REQUESTS:
         return 1.0

@@ -41,7 +41,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     No tokens are computed and nothing is sent. The gateway's decisions, the engine's scheduler and its cache run as in
     production, on pods that take the time their profile gives. The same flags give the same result, bit for bit. A
     workload with its own times (a trace) keeps them unless flags say otherwise. Exit status: 0, 1 if a file cannot be
-    written, 2 for bad flags, 3 if no request or hardly any completed, 130 on Ctrl-C.
+    written, 2 for bad flags, 3 if no request, or hardly any, completed, 130 on Ctrl-C.
     """
 
     config: str | None = Field(None, description="YAML file with any of these settings")
@@ -58,7 +58,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
     max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
-    gateways: int = Field(1, ge=1, le=64, description="gateways that get requests in turn; each knows only its own")
+    gateways: int = Field(1, ge=1, le=64, description="gateways that take requests in turn; each sees only its own")
     event_delay_ms: float = Field(
         2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
     )
@@ -72,7 +72,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         " --sessions, if there are more; none: only --seed",
     )
     die: list[str] = Field([], description="pods that die, and when, in seconds of the run: pod-3@20,pod-4@30")
-    join: list[str] = Field([], description="pods that come in addition, and when: pod-9@30")
+    join: list[str] = Field([], description="pods that join, and when: pod-9@30")
     slow: list[str] = Field([], description="pods whose speed changes, when, and to what share: pod-2@10=0.5")
     sweep: Literal["off", "rate"] = Field("off", description="rate: increasing load, each arm up to its knee")
     rates: list[float] = Field(

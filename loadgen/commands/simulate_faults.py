@@ -25,7 +25,7 @@ def faults_of(
     living = {pod.name for pod in pods}
     for fault in found:
         if (fault.pod in living) == (fault.kind is FaultKind.JOIN):
-            there = "already there" if fault.pod in living else f"not there; there are {', '.join(sorted(living))}"
+            there = "already running" if fault.pod in living else f"not running; pods are {', '.join(sorted(living))}"
             raise ValueError(f"--{fault.kind} {fault.pod}@{fault.at_s:g}: {fault.pod} is {there}")
         if fault.kind is FaultKind.JOIN:
             living.add(fault.pod)

@@ -89,7 +89,7 @@ def facts(scenarios: Sequence[Scenario]) -> dict[str, str]:
         "pods": f"{len(fleet.pods)}, {pod.kv_tokens:,} tokens of KV each in blocks of"
         f" {pod.block_size}, {pod.max_step_tokens} tokens a step, {pod.max_running} requests at a time",
         "gateways": f"{first.gateways}, an event reaches them {fleet.event_delay_s * 1e3:g} ms after it is published,"
-        f" a request a pod after {fleet.network_s * 1e3:g} ms",
+        f" a request reaches a pod after {fleet.network_s * 1e3:g} ms",
         "events": "; ".join(
             f"{fault.pod} {fault.kind} at {fault.at_s:g} s" + (f" to {fault.speed:g}" if fault.kind == "slow" else "")
             for fault in fleet.faults

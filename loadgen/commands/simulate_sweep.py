@@ -86,7 +86,7 @@ def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -
     requests = math.inf if length is None else length * turns
 
     def played(rate: float, step_s: float) -> tuple[SimulatedRun, Summary]:
-        # Requests due during the whole step, so that a queue has time to show that it grows.
+        # Requests are due during the whole step, so that a queue has time to grow visibly.
         sessions = max(scenario.sessions, math.ceil(rate * step_s / turns))
         step = replace(scenario, arrivals=ArrivalSpec(ArrivalKind.POISSON, rate / turns), sessions=sessions)
         progress.note(f"{arm}: {rate:g} requests/s")

@@ -30,7 +30,7 @@ async def one_result(
     *,
     flush: bool,
 ) -> tuple[Result, Played]:
-    """Play the workload and sum up. Raises ServerUnusable, also if caches must be emptied and cannot be."""
+    """Play the workload and sum up. Raises ServerUnusable, also if caches must be emptied but cannot be emptied."""
     opened.announce()
     if flush and (refusal := await opened.deployment.reset()):
         raise ServerUnusable(f"--flush-cache: the caches cannot be emptied: {refusal}")

@@ -37,7 +37,7 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
 
     policies: list[str] = Field(
         [],
-        description="routing policies to request from a warmroute gateway, comma-separated, a curve each",
+        description="routing policies to request from a warmroute gateway, comma-separated, one curve each",
     )
     rates: list[float] = Field(
         [], description="requests per second to try, comma-separated; none: --start-rate doubled, then bisected"

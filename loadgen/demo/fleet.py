@@ -21,7 +21,7 @@ UTILISATION = 0.6
 EXPECTED_MISS = 0.6
 """Share of a system prompt's prefill that round robin pays per request: within seconds, few pods see a tenant twice."""
 MAX_REQUEST_RATE = 24.0
-"""Requests per second. Each costs about 25 ms, mostly for tokenizing; a higher rate would measure that instead."""
+"""Requests per second. Each costs about 25 ms, mostly for tokenizing; a higher rate would measure tokenizing."""
 
 
 class FleetSettings(StackSettings):
@@ -36,8 +36,8 @@ class FleetSettings(StackSettings):
     request_rate: float = Field(
         0.0,
         ge=0,
-        description="requests per second; 0: what keeps the fleet 60 % busy under round robin, but at most"
-        f" {MAX_REQUEST_RATE:g}, which two cores bear",
+        description="requests per second; 0: the rate that keeps the fleet 60 % busy under round robin, but at most"
+        f" {MAX_REQUEST_RATE:g}, which two cores can bear",
     )
     block_s: float = Field(
         20.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less if total_s requires it"

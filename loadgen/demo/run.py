@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo`: start everything, measure what load the machine bears, compare, stop everything."""
+"""`warmroute-loadgen demo`: start everything, measure what load the machine can bear, compare, stop everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much traffic this machine bears. It is measured, so that the demo loads slow and fast machines alike."""
+"""How much traffic this machine can bear. It is measured, so that the demo loads slow and fast machines alike."""
 
 from __future__ import annotations
 

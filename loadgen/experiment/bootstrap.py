@@ -2,10 +2,10 @@
 
 Two things differ between repetitions. The first is which sessions were drawn: rounds, and sessions within rounds, are
 resampled with replacement, the same ones for both arms. The second is what happened to a whole block (drift of the
-machine, a queue that built up). Resampling a handful of rounds shows too little of it. So if blocks differ by more than
-their sessions explain, each resample is shifted by that excess times a draw from Student's t. The excess is assumed to
-be the same for all arms. Then k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a two-way
-layout of arms and rounds. With one round there is no such term, and the interval covers only the sessions.
+machine, a queue that built up). A handful of resampled rounds shows too little of that. So if blocks differ by more
+than their sessions explain, each resample is shifted by that excess times a draw from Student's t. The excess is
+assumed to be the same for all arms. Then k arms in R rounds give (k - 1)(R - 1) degrees of freedom: the residual of a
+two-way layout of arms and rounds. With one round there is no such term, and the interval covers only the sessions.
 
 A bootstrap of few units is too narrow by sqrt((n - 1) / n), and by the difference between Student's t and the normal
 law (Hesterberg, What Teachers Should Know About the Bootstrap, 2015). Each resample is stretched to correct both.

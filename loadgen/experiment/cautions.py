@@ -145,7 +145,7 @@ def _late(arms: Sequence[Arm]) -> str:
 
 
 def _elsewhere(name: str, contrasts: Contrasts) -> str:
-    """Name metrics that contradict the verdict: sooner to begin but later to end, faster but with less throughput."""
+    """Name metrics that contradict the verdict: an arm may begin answers sooner but end them later, for example."""
     first = contrasts.of(name)
     if first is None or first.judgement != "better":
         return ""

@@ -25,7 +25,7 @@ async def check_arm(arm: ArmSpec, client: Client, seed: int) -> bool:
 
 
 def check_models(arms: Sequence[ArmSpec], models: Sequence[str]) -> str:
-    """Return the model that all arms serve. Raises ServerUnusable if they differ, because models would be compared."""
+    """Return the model that all arms serve. Raises ServerUnusable if they serve different ones."""
     if len(set(models)) > 1:
         served = ", ".join(f"{arm.name} serves {model}" for arm, model in zip(arms, models, strict=True))
         raise ServerUnusable(f"the arms serve different models ({served}): name one that all of them have with --model")

@@ -17,7 +17,7 @@ Better = Literal["lower", "higher"]
 GRID = np.concatenate(
     (np.linspace(0, 0.85, 150, endpoint=False), np.linspace(0.85, 0.97, 80, endpoint=False), np.linspace(0.97, 1, 120))
 )
-"""Ranks at which the values of each arm are cut into bins if there are very many: finer near p99."""
+"""Ranks at which the values of each arm are cut into bins if there are very many; bins are finer near p99."""
 LEAST_BEYOND = 10
 """Requests that must lie beyond a percentile for an interval: the bootstrap of a maximum is not an interval."""
 

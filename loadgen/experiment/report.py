@@ -129,7 +129,7 @@ def _method(arms: int) -> dict[str, str]:
         " as infinitely slow",
         "interval": f"{joint_confidence(arms):.2%} of each, so that those of one metric hold for all arms together in"
         f" {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions in them, widened by"
-        " Student's t for few sessions and for differences between blocks beyond those of their sessions. With one"
+        " Student's t for few sessions and for differences between blocks that their sessions do not explain. With one"
         " round it covers only sessions",
         "judgement": f"better or worse if the ratio's interval excludes 1 and the effect is at least"
         f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",

@@ -30,7 +30,7 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
     lines += [_line(c, by_name[c.arm], base) for c in found]
     judged = {c.arm for c in contrasts.found if c.metric == "ttft_mean_ms"}
     lines += [
-        f"{name}: no request completed in both arms, so it cannot be judged."
+        f"{name}: no request completed in both arms, so this arm cannot be judged."
         for name in by_name
         if name != baseline and name not in judged
     ]

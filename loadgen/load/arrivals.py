@@ -181,7 +181,7 @@ class ArrivalSettings(Settings):
     )
     burst_size: int = Field(10, ge=1, description="sessions at the same instant (burst)")
     concurrency: int = Field(8, ge=1, description="sessions at a time (closed)")
-    num_users: int = Field(10, ge=1, le=1_000_000, description="users who begin one session after the other (users)")
+    num_users: int = Field(10, ge=1, le=1_000_000, description="users who begin one session after another (users)")
     user_gap_s: float = Field(10.0, gt=0, description="seconds between the beginnings of a user's sessions (users)")
     ramp_up_strategy: RampStrategy = Field("linear", description="how the rate changes (ramp)")
     ramp_up_start_rps: float = Field(1.0, ge=0, description="requests per second at the beginning (ramp)")

@@ -76,7 +76,7 @@ class Client:
         intended_s: float = math.nan,
         deadline_s: float = math.inf,
     ) -> Call:
-        """Return a request with its body and its prompt's fingerprints. Call ahead of time: it takes tens of us."""
+        """Return a request with its body and its prompt's fingerprints. Called ahead of time, it saves tens of us."""
         target = self.target
         if target.endpoint == "chat":
             prompt: dict[str, Any] = {"messages": messages}
@@ -110,8 +110,8 @@ class Client:
         """Return the request's record and the answer's text. Raises only cancellation, which closes the connection.
 
         A request is sent a second time, on a new connection, in one case only: it went out on a used connection that
-        was lost within STALE_S, before the first byte of the answer. Then the server had closed the idle connection at
-        the same moment.
+        was lost within STALE_S, before the first byte of the answer. In that case, the server closed the idle
+        connection at the same moment.
         """
         sent_s = self._clock()
         fields = f"{headers.REQUEST_ID}: wr-{self._run_id}-{next(self._numbers):x}\r\ncontent-length: {len(call.body)}"
@@ -189,7 +189,7 @@ class Client:
                 self._model = str(orjson.loads(await self.get_text("/v1/models"))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise ServerUnusable(
-                    f"{self.target.origin}/v1/models lists no model: is an engine ready? Else name the model"
+                    f"{self.target.origin}/v1/models lists no model: is an engine ready? If so, name the model"
                 ) from None
             self._seed = key_seed(self._model)
         return self._model

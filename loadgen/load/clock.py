@@ -10,6 +10,6 @@ import uvloop
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock in seconds at full resolution; uvloop's own counts milliseconds and stands still within
-    an iteration."""
+    """Return the loop's clock in seconds at full resolution; uvloop's own clock counts milliseconds and stands still
+    within an iteration."""
     return time.monotonic if isinstance(loop, uvloop.Loop) else loop.time

@@ -21,7 +21,7 @@ from loadgen.workloads.base import Session, Workload
 QUANTUM_S = 0.001
 """The dispatcher wakes at most this often and sends all due requests: the resolution of the event loops' timers."""
 AHEAD_S, AHEAD_CALLS = 0.25, 256
-"""First requests are built up to this long before they are due, and this many, so that a burst leaves at once."""
+"""First requests are built up to AHEAD_S before they are due, at most AHEAD_CALLS, so that a burst leaves at once."""
 TURN_S = 0.002
 """Longest time for which the dispatcher builds requests ahead before answers are read; waiting distorts their times."""
 
@@ -59,7 +59,7 @@ class Rendering(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """How one arm, or one block of it, plays its sessions. Plain values, because it is sent to worker processes."""
+    """How one arm, or one of its blocks, plays its sessions. It has only plain values, to be sent to workers."""
 
     arrivals: ArrivalSpec
     seed: int
@@ -248,7 +248,7 @@ class _Arm:
                 began_s = self.clock()
 
     async def closed_loop(self, schedule: _Schedule) -> None:
-        """Let `concurrency` users play one session after the other."""
+        """Let `concurrency` users play one session after another."""
         await asyncio.sleep(self.start_s - self.clock())
 
         async def user() -> None:

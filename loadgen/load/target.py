@@ -24,7 +24,7 @@ class ServerUnusable(Exception):
 class Target:
     """A server or gateway with the OpenAI API, and what every request to it carries. Raises ValueError for a bad URL.
 
-    Plain values, because it is pickled for worker processes.
+    It has only plain values, because it is pickled for worker processes.
     """
 
     url: str

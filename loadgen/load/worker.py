@@ -85,7 +85,7 @@ def _listen(started: asyncio.Future[float], task: asyncio.Task[None]) -> None:
     line = os.read(sys.stdin.fileno(), 1024)
     if line and not started.done():
         started.set_result(float(line.split()[1]))
-    else:  # the parent needs this worker no more, or has died
+    else:  # the parent no longer needs this worker, or has died
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         task.cancel()
 

@@ -59,7 +59,7 @@ def peak_per_second(starts_s: Floats, ends_s: Floats, origin_s: float) -> int:
 
 
 def imbalance(loads: Floats) -> float | None:
-    """Return largest / mean load: 1 if balanced, the number of pods if one has all; None: there is no load."""
+    """Return largest / mean load: 1 if balanced, the number of pods if one pod has it all; None: there is no load."""
     total = loads.sum()
     return float(loads.max() * len(loads) / total) if total else None
 

@@ -64,7 +64,7 @@ def parse_counters(text: str) -> PodCount:
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
-        raise CounterError(f"no Prometheus text: {error}") from None
+        raise CounterError(f"it is not Prometheus text: {error}") from None
     queries, hits = ([sample.value for sample in samples if sample.name in names] for names in (QUERIES, HITS))
     if not queries or not hits:
         raise CounterError(f"it has no {QUERIES[0]}: is its prefix cache switched on?")
@@ -77,7 +77,7 @@ def counted(before: Reading, after: Reading) -> Counted:
     pods = {}
     for pod in before.pods.keys() ^ after.pods.keys():
         if not any(problem.startswith(f"{pod}:") for problem in problems):
-            problems[f"{pod}: was there only {'before' if pod in before.pods else 'after'} the run"] = None
+            problems[f"{pod}: it was listed only {'before' if pod in before.pods else 'after'} the run"] = None
     for pod in before.pods.keys() & after.pods.keys():
         first, last = before.pods[pod], after.pods[pod]
         prompt, cached = last.prompt_tokens - first.prompt_tokens, last.cached_tokens - first.cached_tokens

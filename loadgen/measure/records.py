@@ -140,11 +140,11 @@ class Records:
     def gaps_of(self, row: int) -> Floats:
         """Return the gaps between one request's chunks in seconds. Raises ValueError if the log did not keep them."""
         if (at := int(self._rows["gaps_at"][row])) < 0:
-            raise ValueError("the gaps of each request were not kept: ask the log with keep_gaps=True")
+            raise ValueError("the gaps of each request were not kept: make the log with keep_gaps=True")
         return self._kept_gaps[at : at + int(self._rows["gaps_count"][row])]
 
     def keys_of(self, row: int) -> npt.NDArray[np.uint64]:
-        """Return the prefix keys of one request; empty after the requests whose keys are kept."""
+        """Return the prefix keys of one request; empty if they were not kept."""
         at = int(self._rows["keys_at"][row])
         return self._kept_keys[at : at + int(self._rows["keys_count"][row])] if at >= 0 else self._kept_keys[:0]
 

@@ -68,7 +68,7 @@ def attainable(records: Records) -> Attainable:
     order = np.argsort(records.sent_s, kind="stable")
     has_strides = records.prompt_bytes[order] >= STRIDE_BYTES
     keys = [records.keys_of(row) if long else NO_KEYS for row, long in zip(order.tolist(), has_strides, strict=True)]
-    # A prompt shorter than a stride has no keys and nothing to find. A longer prompt without keys did not keep them.
+    # A prompt shorter than a stride has no keys and nothing to find. If a longer prompt has no keys, none were kept.
     known = np.array([len(found) > 0 for found in keys], bool) | (~has_strides & (records.prompt_bytes[order] > 0))
     rows, strides = order[known], seen_strides([found for found, is_known in zip(keys, known, strict=True) if is_known])
     counted = (records.failure[rows] == 0) & records.has_usage[rows]

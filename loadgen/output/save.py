@@ -35,10 +35,9 @@ class Paths:
 
 
 def save(result: Result, folder: Path, formats: Collection[Format] = DEFAULT_FORMATS) -> Paths:
-    """Write result.json, report.html, report.md, result.csv and plot-<name>.png, as far as they are in `formats`.
+    """Write those of result.json, report.html, report.md, result.csv and plot-<name>.png that are in `formats`.
 
-    Makes `folder`. Raises OSError if a file cannot be written; if the folder cannot be written, before anything is
-    drawn.
+    Makes `folder`. Raises OSError if a file cannot be written. If the folder cannot be written, nothing is drawn first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return Paths(

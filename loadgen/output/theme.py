@@ -33,7 +33,7 @@ def slots(result: Result) -> dict[str, int]:
 
 
 def slot_index(slot: int) -> int:
-    """Return the entry of the palette: the eighth arm beside the baseline has the first one's colour again."""
+    """Return the entry of the palette: the eighth arm besides the baseline has the first one's colour again."""
     return 0 if slot == 0 else (slot - 1) % (len(ARMS_LIGHT) - 1) + 1
 
 

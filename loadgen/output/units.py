@@ -19,7 +19,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return a share of 0 to 1 in percent, with one decimal place below 99.95 %."""
+    """Return a share of 0 to 1 in percent, with one decimal place."""
     return MISSING if value is None else f"{value * 100:.1f} %"
 
 

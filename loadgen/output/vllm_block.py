@@ -15,7 +15,7 @@ from loadgen.result.vllm import from_send
 
 WIDTH = 50
 MOST_PODS = 12
-"""Maximum of pods listed on the console; the JSON has all of them."""
+"""Maximum number of pods listed on the console; the JSON has all of them."""
 Metric = tuple[str, str, str]
 METRICS: tuple[Metric, ...] = (
     ("ttft", "TTFT", "Time to First Token"),

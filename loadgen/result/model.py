@@ -80,7 +80,7 @@ class Reuse(_Model):
     attainable_rate: float | None = None
     """The rate of an infinite shared cache for the prompts in their order of sending, in bytes of whole strides."""
     achieved_share: float | None = None
-    """cached_token_rate / attainable_rate, at most 1 unless `exceeds_attainable`."""
+    """Cached / attainable tokens, at most 1 unless `exceeds_attainable`."""
     exceeds_attainable: bool = False
     """More was cached than the run's own prompts can have left, so the caches were not empty when it began."""
     duplicate_prompts: int = 0
@@ -113,7 +113,7 @@ class Validity(_Model):
 
 
 class Summary(_Model):
-    """The numbers of one arm, or of one block of it."""
+    """The numbers of one arm, or of one of its blocks."""
 
     planned: int
     completed: int
@@ -159,7 +159,7 @@ class Contrast(_Model):
     """An arm compared with the baseline in one metric; ratio = arm / baseline, difference = arm - baseline."""
 
     metric: str
-    """A metric of `experiment.metrics_compared`, such as ttft_mean_ms."""
+    """A metric of `experiment.compared`, such as ttft_mean_ms."""
     better: Literal["lower", "higher"]
     baseline: str
     arm: str

@@ -376,8 +376,8 @@ class Simulation:
     # -- periodic actions -----------------------------------------------------------------------------------------
 
     def _again(self, periodic: _Periodic) -> None:
-        """Do the action, and repeat it a period later. On an idle fleet nothing changes, so the action waits for the
-        next request; hours without requests take no time.
+        """Do the action, and repeat it a period later. Nothing changes on an idle fleet, so the action then waits for
+        the next request, and hours without requests take no time.
         """
         periodic.act()
         periodic.due_s = self.timeline.now_s + periodic.every_s

@@ -40,7 +40,7 @@ from router.telemetry.metrics import Metrics
 
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + RETRIES
-"""Maximum of pods that a request is tried on."""
+"""Maximum number of pods that a request is tried on."""
 
 
 @dataclass(slots=True)

@@ -82,7 +82,7 @@ def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Collect garbage once, then not during the run: only the run itself is a cycle, and caches are large."""
+    """Collect garbage once, and not during the run: a run makes no cycle but itself, and scanning caches takes long."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

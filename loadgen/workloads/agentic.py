@@ -9,7 +9,7 @@ from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import checked, facts, rng_of, whole_between
 
 SPREAD = 0.5
-"""Results and turns differ from their mean by at most this share of it."""
+"""Largest difference of results and turns from their mean, as a share of the mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class WorkloadSettings(Settings):
     result_tokens: int | None = _flag("result_tokens", "mean result of a tool, tokens", ge=1)
     tool_s: float | None = _flag("tool_s", "mean seconds that a tool takes", ge=0)
 
-    documents: int | None = _flag("documents", "documents in all", ge=1, le=100_000)
+    documents: int | None = _flag("documents", "number of documents", ge=1, le=100_000)
     document_tokens: int | None = _flag("document_tokens", "size of a document, tokens", ge=1)
     documents_per_question: int | None = _flag("documents_per_question", "documents in a prompt", ge=1, le=1000)
     rag_order: RagOrder | None = _flag(

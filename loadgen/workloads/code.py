@@ -12,8 +12,8 @@ from loadgen.workloads.draws import Zipf, checked, facts, rng_of
 
 @dataclass(frozen=True, slots=True)
 class CodeCompletion:
-    """A session is one file being typed: each request has the repository, the file up to the cursor and the text below
-    it.
+    """A session is one file being typed: each request has the repository, the file up to the cursor, and the text below
+    the cursor.
 
     Requests do not wait for answers; they follow the typing, and each begins a new conversation.
     """
@@ -30,7 +30,7 @@ class CodeCompletion:
     typed_tokens: int = 40
     """Growth of the file from one request to the next."""
     after_cursor_tokens: int = 60
-    """Code below the cursor, which moves with it, so that no two requests have the same."""
+    """Code below the cursor. It changes as the cursor moves, so no two requests have the same code there."""
     turns_min: int = 4
     turns_max: int = 12
     think_s: float = 1.0

@@ -1,4 +1,4 @@
-"""Questions over retrieved documents. Documents are shared; their order decides whether a prefix cache can use that."""
+"""Questions over retrieved documents. Documents are shared; their order decides whether a prefix cache gains by it."""
 
 from __future__ import annotations
 

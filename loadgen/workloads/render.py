@@ -13,10 +13,10 @@ CACHED_CHARACTERS = 300
 PROSE_CHARACTERS_PER_WORD = 6.4
 """Characters per word of `Phrasebook.prose`, including the space."""
 CODE_TOKENS_PER_CHARACTER = 1.3
-"""Tokens per character of code / of prose: names and brackets split into more. 1.25 with the engine's own BPE."""
+"""Tokens per character of code / of prose: names and brackets take more tokens. It is 1.25 with the engine's BPE."""
 BRACKET_TOKENS, KEY_TOKENS_PER_CHARACTER = 2, 0.75
-"""The same for the key at the beginning of a text: its letters, digits and separators merge into fewer, longer
-tokens."""
+"""Tokens of the brackets around the key at the beginning of a text, and tokens per character of the key, whose
+characters partly merge."""
 
 
 class Renderer:

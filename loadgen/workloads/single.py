@@ -63,7 +63,7 @@ class FewShot:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Jobs one after the other: all items of a job have the same instructions, and each item is unique."""
+    """Jobs one after another: all items of a job have the same instructions, and each item is unique."""
 
     name: str = "batch"
     seed: int = 1
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def length(self) -> int | None:
-        """Return None: there is no limit of jobs."""
+        """Return None: there is no limit to the number of jobs."""
         return None
 
     def session(self, number: int) -> Session:

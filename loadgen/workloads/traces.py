@@ -42,7 +42,7 @@ class Trace:
     output_tokens: array[int]
     groups: array[int]
     block_ids: array[int]
-    """Ids of all requests' blocks, one request after the other."""
+    """Ids of all requests' blocks, one request after another."""
     ends: array[int]
     """Where each request's blocks end in `block_ids`."""
     notes: tuple[tuple[str, str], ...] = ()

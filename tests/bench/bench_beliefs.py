@@ -1,4 +1,4 @@
-"""The cost of telling other gateways of a request, and of hearing of their requests: `python -m
+"""The cost of telling other gateways about a request, and of hearing about theirs: `python -m
 tests.bench.bench_beliefs`.
 
 The figures are CPU time in us per request of 24 prefix keys, 8 of them a system prompt. Batches have 17 requests, as
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
-    """Print how late requests are heard of, if `rate` requests per second go to the gateways in turn."""
+    """Print how late gateways hear of requests, if `rate` requests per second go to the gateways in turn."""
     rng = random.Random(1)
     wires = [(RedisWire(server.url), RedisWire(server.url)) for _ in range(gateways)]
     ends = [Listening(number + 1, PODS, pair) for number, pair in enumerate(wires)]

@@ -73,7 +73,7 @@ def serve_engines(pipe: Pipe) -> None:
 
 
 def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redis_url: str, at_once: bool) -> None:
-    """Decide at the requested rate, then report when each request was heard of, and the CPU time."""
+    """Decide at the requested rate, then report when this gateway heard of each request, and the CPU time."""
     if not at_once:
         beliefs_pace.ROUTED_S = beliefs_pace.REST_S
         beliefs_pace.BURST = 1

@@ -1,4 +1,4 @@
-"""How a burst of requests passes through the gateway: one after the other, or all together.
+"""How a burst of requests passes through the gateway: one after another, or all together.
 
     python -m tests.bench.bench_burst
 

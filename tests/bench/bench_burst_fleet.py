@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--profile", default="h100-8b", help="built-in profile or YAML file")
     parser.add_argument("--policy", default="predicted_ttft")
     parser.add_argument("--output-tokens", type=int, default=256, help="tokens of each answer, one event per token")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for a burst")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for a burst")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as logs:
         runs = uvloop.run(real(given, Path(logs)))

@@ -1,17 +1,17 @@
-"""The cost of the cache if it saves nothing, and the share of repeated tokens from which it pays.
+"""The cost of the cache if it saves nothing, and the share of repeated tokens at which it begins to pay off.
 
     python -m tests.bench.bench_cache_overhead [--profile h100-8b] [--rounds 8] [--only unique] [--arms hash radix]
 
 The bench uses the real scheduler, cache and tiers, with steps and copies that take the time of the emulated device. The
-clock advances only for these and for the CPU time of this process in the scheduler. Nothing hides that CPU time, as a
-device that takes two steps at a time would. So throughput is that of a host that works only between two steps. Two
-things happen in parallel with the steps, as in the engine, and have columns of their own: a prompt's blocks are hashed
-(by text threads), and copies between tiers begin and end (on the event loop).
+clock advances only for these and for the CPU time of this process in the scheduler. A device that takes two steps at a
+time would hide that CPU time; nothing hides it here. So throughput is that of a host that works only between two steps.
+Two things happen in parallel with the steps, as in the engine, and have columns of their own: a prompt's blocks are
+hashed (by text threads), and copies between tiers begin and end (on the event loop).
 
 Each round has different prompts. In a round every arm serves the same prompts, and the order of arms changes. A cell is
 the throughput relative to `off` in the same round: the median of the rounds and its interval of at least 95 %. The
-interval follows from the order of the rounds, whatever their distribution; with fewer than 9 rounds it covers all of
-them. Brackets have the prompt tokens that were reused.
+interval follows from the ranks of the rounds, whatever their distribution; with fewer than 9 rounds it covers all of
+them. Parentheses have the share of prompt tokens that were reused.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="at least 6 (8)")
     parser.add_argument("--only", help="only traffic whose name contains this")
     names = [arm.name for arm in ARMS[1:]]
-    parser.add_argument("--arms", nargs="+", default=names, choices=names, help="beside off (all)")
+    parser.add_argument("--arms", nargs="+", default=names, choices=names, help="arms to run besides off (all)")
     arguments = parser.parse_args()
     profile = find_profile(arguments.profile)
     arms = [arm for arm in ARMS if arm is OFF or arm.name in arguments.arms]

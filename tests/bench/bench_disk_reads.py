@@ -3,11 +3,12 @@
     python -m tests.bench.bench_disk_reads [--folder FOLDER] [--megabytes 128] [--rounds 5]
 
 A file has blocks of one size, each behind a label of 4 KiB, as the disk tier writes them. A round reads all blocks in
-random order into memory that is aligned to pages, and computes no checksum. `cold`: the page cache is emptied before.
-`warm`: the file is in it. `direct` opens the file with O_DIRECT. `asked ahead` tells the kernel which eight blocks are
-read next (`posix_fadvise`). `cached or direct` takes from the page cache what is in it (RWF_NOWAIT). `4 threads` reads
-four blocks at a time. Each cell gives GB/s by the clock, and CPU seconds of the process for 10 GB: medians of the
-rounds. Writes are overwrites; the time counts until `pwrite` returns, and until `fdatasync` does.
+random order into memory that is aligned to pages, and computes no checksum. `cold`: the page cache is emptied first.
+`warm`: the page cache has the file. `direct` opens the file with O_DIRECT. `asked ahead` tells the kernel which eight
+blocks are read next (`posix_fadvise`). `cached or direct` reads blocks from the page cache if they are there
+(RWF_NOWAIT), and the others past it. `4 threads` reads four blocks at a time. Each cell gives GB/s by the clock, and
+CPU seconds of the process for 10 GB: medians of the rounds. Writes are overwrites; the time counts until `pwrite`
+returns, and until `fdatasync` does.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ Places = Sequence[tuple[int, memoryview]]
 
 
 def read(descriptor: int, places: Places) -> None:
-    """Read blocks one after the other, as `FileMedium` does."""
+    """Read blocks one after another, as `FileMedium` does."""
     for offset, target in places:
         if os.preadv(descriptor, [target], offset) != len(target):
             raise OSError("a read was short")
 
 
 def read_asked_ahead(descriptor: int, places: Places) -> None:
-    """Ask the kernel for `AHEAD` blocks, then read them one after the other."""
+    """Ask the kernel for `AHEAD` blocks, then read them one after another."""
     for start in range(0, len(places), AHEAD):
         part = places[start : start + AHEAD]
         for offset, target in part:
@@ -76,7 +77,7 @@ def read_mapped(descriptor: int, places: Places) -> None:
 
 
 def write(descriptor: int, places: Places, *, synced: bool) -> None:
-    """Overwrite blocks one after the other."""
+    """Overwrite blocks one after another."""
     for offset, source in places:
         if os.pwrite(descriptor, source, offset) != len(source):
             raise OSError("a write was short")

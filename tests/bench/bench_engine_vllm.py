@@ -4,8 +4,8 @@
 
 Both serve one checkpoint in float32 with the same number of threads per step. They get requests in turn, so that other
 work on the machine affects both. The other server is stopped meanwhile, because an idle vLLM spins a little. A figure
-is the median. Beside the time that a client sees is the CPU time of all threads of the server: other work on the
-machine lengthens the former and hardly the latter. Without a vLLM the bench says so, and exits with 0.
+is the median. The table has the time that a client sees, which other work on the machine lengthens, and the CPU time of
+all the server's threads, which it hardly lengthens. Without a vLLM the bench says so, and exits with 0.
 """
 
 from __future__ import annotations

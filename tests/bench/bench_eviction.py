@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_eviction [--traces FOLDER] [--only agentic] [--memory]
 
-Requests come one after the other. Rates are hit blocks / requested blocks; `hot`: only for blocks of hot prefixes. A
+Requests come one after another. Rates are hit blocks / requested blocks; `hot`: only for blocks of hot prefixes. A
 folder with Mooncake's `conversation_trace.jsonl` and `synthetic_trace.jsonl` (gzip or not) adds these two traces.
 """
 
@@ -234,8 +234,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's traces")
-    parser.add_argument("--skip-bookkeeping", action="store_true", help="hit rates alone")
-    parser.add_argument("--memory", action="store_true", help="count the bookkeeping's bytes; its CPU is slower then")
+    parser.add_argument("--skip-bookkeeping", action="store_true", help="only hit rates")
+    parser.add_argument("--memory", action="store_true", help="count the bookkeeping's bytes, which slows it down")
     parser.add_argument("--only", help="only traces whose name contains this")
     args = parser.parse_args()
     names = " | ".join([*Eviction, "optimum"])

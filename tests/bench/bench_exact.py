@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_exact [--rounds 6] [--folder CHECKPOINT]
 
-Times are the CPU time of the computing thread, the minimum of the rounds, so that other work on the machine has little
-effect. One thread.
+Times are the CPU time of the one computing thread, the minimum of the rounds, so that other work on the machine has
+little effect.
 """
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--requests", type=int, default=1500, help="per run")
     parser.add_argument("--policy", default="predicted_ttft")
-    parser.add_argument("--pods", type=int, default=8, help="engines behind each; a decision looks at all")
+    parser.add_argument("--pods", type=int, default=8, help="engines behind each proxy; a decision looks at all")
     parser.add_argument(
         "--routers",
         nargs="*",

@@ -3,8 +3,8 @@
     python -m tests.bench.bench_gc [--keys 1000000] [--blocks 1000000] [--memory-s 60]
 
 Gateway: 32 connections, prompts of 8 KB, streams of 20 chunks (`bench_gateway`), `--keys` keys in the index. The bench
-prints the ratio of the whole answer's p99 to the bare proxy's, in alternating runs, then memory over as many requests
-as fit. Engine: 32 concurrent requests through scheduler, cache and step loop, with `--blocks` blocks cached; torch is
+prints the ratio of the whole answer's p99 to the bare proxy's, in alternating runs, then memory over `--memory-s`
+seconds. Engine: 32 concurrent requests through scheduler, cache and step loop, with `--blocks` blocks cached; torch is
 loaded. A pause is the CPU time of its thread between the two calls of `gc.callbacks`, so other work on the core does
 not count. Other work still makes a pause longer, because it empties the caches: a pause in which the kernel gave the
 core to another process is counted apart.

@@ -77,7 +77,7 @@ def main() -> None:
     print(
         f"{1e6 * spent / blocks:.2f} us a block event, {1e6 * spent / requests:.0f} us a request; {size / blocks:.0f} B"
     )
-    print(f"{1e6 * routed_s / requests:.1f} us on the way of a request")
+    print(f"{1e6 * routed_s / requests:.1f} us on a request's path")
     print(f"{kept / 2**20:.0f} MiB more than before, those of the model engines included")
     print(f"{index.statistics()}")
 

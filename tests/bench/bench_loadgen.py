@@ -115,8 +115,8 @@ async def memory(url: str, requests: int) -> str:
     async with Client(Target(url)) as client:
         await client.model_id()
         arrivals = ArrivalSpec(ArrivalKind.CLOSED, concurrency=64)
-        # A small cache of texts, which is full long before the first sample; the default fills up to 64 MiB and then
-        # stays.
+        # This cache of texts is so small that it is full long before the first sample; the default cache grows up to
+        # 64 MiB.
         renderer = Renderer(TOKENS_PER_WORD, cache_bytes=2**20)
         run = await play(client, WORKLOAD, renderer, spec_of(arrivals, requests), count)
     assert run.records.completed.all(), run.records.details

@@ -4,7 +4,7 @@ Scripted engines, the gateway and the clients of `bench_gateway` share one proce
 their total; the engines and the clients keep nothing. Prompts have 1 KB: one half is one of eight shared prefixes, the
 other half is unique. The first requests fill everything bounded (the index, buffers, pools); from then on the memory
 must not grow. A stream has 20 chunks, and every eighth answer comes whole. `--keys` are in the index before the first
-request. A pause of the garbage collector is CPU time of the thread (`bench_gc` says what a disturbed one is). The
+request. A pause of the garbage collector is CPU time of the thread (`bench_gc` says when a pause is disturbed). The
 collector scans the objects of the engines and the clients too.
 """
 

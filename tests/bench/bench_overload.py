@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_overload [--seeds 1 2] [--seconds 30] [--parts below goodput tenants priorities]
 
-Four emulated h100-8b pods. `decode`: shared prefixes of about 1,300 tokens, answers of 80 to 256 tokens: the batch is
-the bottleneck. `prefill`: 2,048 unshared tokens: computing is the bottleneck. In time means a first token within 2 s,
-and at most 100 ms for each further token. Equal options print equal tables.
+The fleet has four emulated h100-8b pods. `decode`: shared prefixes of about 1,300 tokens, answers of 80 to 256 tokens:
+the batch is the bottleneck. `prefill`: 2,048 unshared tokens: computing is the bottleneck. A request is served in time
+if its first token comes within 2 s, and each further token within 100 ms on average. Equal options print equal tables.
 """
 
 from __future__ import annotations

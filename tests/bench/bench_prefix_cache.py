@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_prefix_cache
 
-Requests come one after the other, and the pool holds all of them. The figure is saved tokens / prompt tokens, over the
+Requests come one after another, and the pool holds all of them. The figure is saved tokens / prompt tokens, over the
 requests that could save any. The last token of a prompt is never saved, because its logits choose the next token.
 """
 

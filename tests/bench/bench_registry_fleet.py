@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--requests", type=float, default=2000.0, help="requests per second over all engines; for `served`"
     )
-    parser.add_argument("--told", type=int, default=None, help="size of the fleet that engines are told")
+    parser.add_argument("--told", type=int, default=None, help="fleet size that engines hear from gateways")
     parser.add_argument("--keys", type=int, default=2000, help="keys that an engine holds")
     parser.add_argument("--gateways", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=8.0)

@@ -6,8 +6,8 @@ A fleet in virtual time (`loadgen.simulate`) serves each case of the policy tabl
 is `predicted_ttft` or `round_robin`, the gateway's shadow code (`router.gateway.shadow`) asks all policies about each
 request. The table shows shares of the prompt tokens. The first two columns are for the policy when it acts: what the
 engines had cached, and what the gateway believed to be cached. The other two are for the policy as a shadow of each of
-those two: what the gateway believed to be cached on the pods that the shadow chose. Brackets have the share of the
-requests for which it chose another pod than the acting policy. Equal options print equal tables.
+those two: what the gateway believed to be cached on the pods that the shadow chose. Parentheses have the share of the
+requests for which the shadow and the acting policy chose different pods. Equal options print equal tables.
 """
 
 from __future__ import annotations

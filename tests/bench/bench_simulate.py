@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_simulate [--pods 64] [--requests 100000] [--arm predicted_ttft]
 
-Prompts have about 2,200 tokens, most of them one of 8 prefixes per pod; answers have 256 tokens; 10 requests/s per pod.
-The figure is CPU time, so that other work on the machine has little effect.
+Prompts have about 2,200 tokens, most of which are one of 8 prefixes per pod. Answers have 256 tokens. Each pod gets 10
+requests/s. The figure is CPU time, so that other work on the machine has little effect.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m tests.bench.bench_tier_traffic [--rounds 20] [--steps 60] [--prompts 24]
 
 The bench uses the engine's own scheduler, cache, host tier and KV. 7 requests decode all the time, at contexts from 512
-tokens on. Beside them, requests are answered one after the other; each prompt is one of `--prompts`, of 500 tokens
+tokens on. Beside them, requests are answered one after another; each prompt is one of `--prompts`, of 500 tokens
 each. Together these exceed the pool. So each prefill evicts blocks of others, the blocks of each request are copied
-down at its end, and those of a recurring prompt are copied up if that is sooner. One thread computes and plans, and all
+down at its end, and those of a recurring prompt are copied up if that is faster. One thread computes and plans, and all
 times are its CPU time. Rounds take turns between three engines: without tiers, with tiers, and with tiers that nothing
 bounds (`engine.tiers.allowance`).
 
@@ -87,7 +87,7 @@ class Metered:
 
 
 class Pod:
-    """An engine without its loop: it runs steps one after the other on this thread."""
+    """An engine without its loop: it runs steps one after another on this thread."""
 
     def __init__(self, folder: str, share: float | None) -> None:
         """`share`: the share of each step that copies may take; None: there are no tiers."""

@@ -3,7 +3,7 @@
     python -m tests.bench.bench_waiting [--tokens 140000] [--steps 150]
 
 The pool holds nearly all of the prompt's tokens and is otherwise idle, and ten requests decode. The prompt needs more
-blocks than are left beside these. The figure is the CPU time of `Scheduler.schedule`, without a model: the median and
+blocks than these requests leave. The figure is the CPU time of `Scheduler.schedule`, without a model: the median and
 the maximum over the steps.
 """
 

@@ -40,7 +40,7 @@ from tests.redis_server import RedisServer, running_redis
 
 MODEL = "tiny"
 HUNG_S = 60.0
-"""A request without an end by then counts as hanging."""
+"""A request that has not ended by then counts as hanging."""
 DISTURB_EVERY_S = 4.0
 STOPPED_S = (1.0, 8.0)
 DOWN_S = (0.5, 3.0)

@@ -144,7 +144,7 @@ class Point:
 
 
 async def race(profile: SimProfile, tokens: int, bytes_per_s: float, *, believed: float | None = None) -> Point:
-    """`believed`: the tier's rate until now, if it was different."""
+    """Return a prompt's times. `believed`: the tier's rate until now, if it was different."""
     prompt = [7 + i % 1000 for i in range(tokens)]
     async with engine(profile, believed or bytes_per_s) as pod:
         await pod.learn(profile)

@@ -229,7 +229,7 @@ def blocks_in_order(result: Result) -> Plot | None:
         label_axes(axes, "block, in the order they ran", "mean time to first token")
 
     told = "; ".join(f"{a.name}: {', '.join(milliseconds(y) for _, y in points[a.name])} ms" for a in arms)
-    caption = "One dot for each block. Lines that climb or fall together: the machine changed, not the policy."
+    caption = "One dot for each block. If lines climb or fall together, the machine changed, not the policy."
     alt = f"Mean time to first token of each block. {told}."
     return Plot("blocks", "Block by block", caption, alt, paint, arm_keys(result, arms), _HEIGHT)
 

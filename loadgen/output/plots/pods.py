@@ -29,7 +29,7 @@ def load_over_time(result: Result) -> Plot | None:
 
     told = "; ".join(f"{a.name}: imbalance {number(a.summary.imbalance)}" for a in arms)
     alt = f"Requests in flight per pod over time. Largest over mean: {told}."
-    caption = f"{_how_drawn(arms, values)} Lines far apart: some pods idle while others queue."
+    caption = f"{_how_drawn(arms, values)} If lines are far apart, some pods idle while others queue."
     return _over_time(
         result, arms, values, ("load", "Load per pod over time", caption, alt, "requests in flight"), False
     )
@@ -46,7 +46,7 @@ def hits_over_time(result: Result) -> Plot | None:
 
     told = "; ".join(f"{a.name} {a.summary.reuse.cached_token_rate or 0:.1%} over the run" for a in arms)
     alt = f"Cached share of prompt tokens per pod over time. {told}."
-    caption = f"{_how_drawn(arms, values)} By the time of the first token; gaps: no request."
+    caption = f"{_how_drawn(arms, values)} A request counts at the time of its first token; a gap means no request."
     return _over_time(
         result,
         arms,

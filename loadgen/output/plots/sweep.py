@@ -13,7 +13,7 @@ from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_ti
 from loadgen.output.units import metric_label, milliseconds, number
 from loadgen.result.model import Result, SweepPoint
 
-_DOTTED = " Dotted: the offered load. Rates include the time of a step's last answers, so short steps are below it."
+_DOTTED = " Dotted: the offered load. Rates include the time of a step's last answers, so short steps are lower."
 _HEIGHT = 236.0
 
 

@@ -23,10 +23,10 @@ POLL_S = 10.0
 
 
 class SglangCacheAware(Peer):
-    """If in-flight requests are balanced, choose the worker that was sent the longest prefix if it is over 30 % of the
-    text, else the least loaded. If they are not (max - min > 64 and max > 1.5 min), choose the least loaded. The tree
-    holds what this router sent. Among equally loaded workers, choose the one with the fewest requests so far, then the
-    first.
+    """If in-flight requests are balanced, choose the worker that was sent the longest prefix if that prefix is over
+    30 % of the text, else the least loaded worker. If requests are not balanced (max - min > 64 and max > 1.5 min),
+    choose the least loaded worker. The tree holds what this router sent. Among equally loaded workers, choose the one
+    with the fewest requests so far, then the first.
     """
 
     name = "sglang_cache_aware"

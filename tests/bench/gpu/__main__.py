@@ -4,10 +4,10 @@ rates, and whole workloads with transformers' continuous batching, with dummy we
     python -m tests.bench.gpu [--quick] [--device cuda:0] [--sections decode,prefill] [--limit-s 540] [--out FOLDER]
     python -m tests.bench.gpu --tiny --device cpu        # the same code with a tiny model in Triton's interpreter
 
-Needs torch 2.11 or later with Triton, numpy, safetensors and xxhash; transformers for the comparison. No network, and
-no installation of this project. The report in the folder is rewritten with every figure, so a killed run leaves its
-measurements. Exit status: 0 if all measured bounds are kept, 1 if one is missed or a section failed, 2 if nothing could
-be measured.
+It needs torch 2.11 or later with Triton, numpy, safetensors and xxhash, and transformers for the comparison; it needs
+no network and no installation of this project. The report in the folder is rewritten with every figure, so a killed run
+leaves its measurements. Exit status: 0 if all measured bounds are kept, 1 if one is missed or a section failed, 2 if
+nothing could be measured.
 """
 
 from __future__ import annotations

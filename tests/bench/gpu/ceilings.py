@@ -62,7 +62,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, copy_bytes: in
         while time.monotonic() < until_s:
             torch.matmul(a, b, out=out)
             torch.cuda.synchronize(device)
-    # Before the copies: after them the card would be cool, and for a moment faster than in a long prompt.
+    # This comes before the copies: after them the card would be cool, and for a moment faster than in a long prompt.
     matmul_s = timed_s(device, lambda: torch.matmul(a, b, out=out), 10)
     source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)

@@ -21,7 +21,7 @@ def names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def device_name(text: str) -> str:
-    """Check the type of an argument: a device name of torch."""
+    """Return the argument if it is a device name of torch. Raises ArgumentTypeError."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} must be cuda, cuda:N or cpu")
     return text

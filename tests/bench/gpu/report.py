@@ -147,7 +147,7 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
     if any(figure.shared_blocks for figure in results.decode):
         lines += [
             "",
-            "\\* more KV than the pool holds: sequences read blocks of others, all of the pool between the two.",
+            "\\* more KV than the pool holds: sequences share blocks; a block is read again after the whole pool.",
         ]
     lines += _section(
         "Prefill",
@@ -195,7 +195,7 @@ def _profile(profile: StepProfile) -> list[str]:
     if profile.lost:
         lines += [
             "",
-            f"The profiler has lost {profile.lost:.2g} launches of a step or more: what it shows is too little.",
+            f"The profiler has lost {profile.lost:.2g} launches of a step or more: its figures are too low.",
         ]
     return [*lines, "", *table(("kernel", "calls", "ms", "share"), kernels[:_KERNELS_SHOWN])]
 

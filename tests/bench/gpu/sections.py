@@ -53,7 +53,7 @@ class Bench:
         self._until_s = time.monotonic() + limit_s
 
     async def measure(self, wanted: frozenset[str]) -> None:
-        """Run all of `wanted`, the comparison last, because both engines do not fit the device together."""
+        """Run all of `wanted`, the comparison last, because the two engines do not fit on the device together."""
         await self._run({"start": lambda: self._measure(wanted)})
 
     async def _run(self, sections: Mapping[str, Section]) -> None:
@@ -69,8 +69,8 @@ class Bench:
         self._keep()
         if "products" in wanted:  # before the engine, which takes most of the memory
             await self._run({"products": lambda: self._products(ceilings)})
-        # After everything that is timed: the profiler stays attached to the driver, which slows later work (pytorch
-        # issue 144455).
+        # The profile follows everything that is timed: the profiler stays attached to the driver, which slows later
+        # work (pytorch issue 144455).
         last = wanted & {"profile"} if "transformers" in wanted else frozenset()
         served = await self._with_engine(wanted - last, ceilings)
         if served:

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, compared with figures by hand and with torch's own count of FLOPs."""
+"""The benchmark's arithmetic, compared with figures computed by hand and with torch's own count of FLOPs."""
 
 from __future__ import annotations
 

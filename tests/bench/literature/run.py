@@ -122,8 +122,8 @@ def measured(run: SimulatedRun) -> Measured:
 
 
 def pays_from(tables: Tables, arm: str, base: str) -> float | None:
-    """Return the sharing level from which on `arm` has at least 2 % more throughput than `base`, interpolated between
-    two measured levels; None: there is no such level.
+    """Return the lowest sharing level above which `arm` always has at least 2 % more throughput than `base`,
+    interpolated between two measured levels; None: there is no such level.
     """
     gains = dict(gains_of(tables, arm, base))
     levels = sorted(gains)

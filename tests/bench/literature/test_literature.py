@@ -1,4 +1,4 @@
-"""The tables of the literature: the level from which something pays, the files, and the published shape."""
+"""The tables of the literature: the level at which something begins to pay off, the files, and the published shape."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class StudySettings(Settings):
         1.0,
         ge=0,
         le=100,
-        description="how late gateways hear of each other before pods that publish nothing, as a factor of what was"
-        " measured; give such a run its own --out",
+        description="how late gateways in front of pods that publish nothing hear of each other, as a factor of what"
+        " was measured; give such a run its own --out",
     )
     find_knees: bool = Field(False, description="measure the knees first (an hour) instead of taking the recorded ones")
     merge: bool = Field(
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         old, knees = earlier(settings, cases, path)
         owners = knee_owners({case.knee_of for case in cases} - knees.keys() - {""}, known)
         for new in play(cases, owners, settings, knees, screen):
-            # Known cases first, in their order, then those of an earlier run with --traces.
+            # Known cases come first, in their order, then those of an earlier run with --traces.
             names = dict.fromkeys([*(case.name for case in known), *old])
             table = {name: {**old.get(name, {}), **new.get(name, {})} for name in names if name in old or name in new}
             shown = [case for case in known if case.name in table]

@@ -27,7 +27,7 @@ BLOCK_TOKENS = 64
 LOW, HIGH = 0.6, 0.9
 """Shares of the knee."""
 FOREIGN_KV_TOKENS = 70_000
-"""Cache of a pod that publishes nothing, too small for all prompts: it evicts from a third of the run on."""
+"""Cache of a pod that publishes nothing, too small for all prompts: it begins to evict after a third of the run."""
 FAULT_AT = 0.4
 """Share of the run after which a pod dies."""
 
@@ -54,14 +54,14 @@ class Case:
     slow_pod: bool = False
     dying_pod: bool = False
     kv_tokens: int = 0
-    """Above 0: the pods publish nothing, as those of vLLM and SGLang, and hold this many tokens; gateways tell each
+    """Above 0: the pods publish nothing, like those of vLLM and SGLang, and hold this many tokens; gateways tell each
     other what they send there."""
     share_delay: float = 1.0
     """Delay of messages between gateways: `FleetSpec.share_delay`."""
 
     @property
     def is_unhindered(self) -> bool:
-        """Return whether no pod is slow or dies, and one gateway knows of every request."""
+        """Return whether no pod is slow or dies, and one gateway sees every request."""
         return not self.slow_pod and not self.dying_pod and self.gateways == 1 and not self.kv_tokens
 
     def arrivals(self, knee: float) -> ArrivalSpec:
@@ -236,7 +236,7 @@ def _foreign() -> Iterator[Case]:
             yield replace(
                 known[base],
                 name=f"{FOREIGN_GROUP}_{base.removesuffix('_2')}_{gateways}",
-                about=f"{known[base].about.split(', two')[0]}, {gateways} gateways before pods that publish nothing",
+                about=f"{known[base].about.split(', two')[0]}, {gateways} gateways for pods that publish nothing",
                 gateways=gateways,
                 kv_tokens=FOREIGN_KV_TOKENS,
             )
@@ -262,5 +262,5 @@ def trace_cases(folder: Path) -> tuple[Case, ...]:
                 about = f"Mooncake's {name} trace at {label} speed"
                 cases.append(Case(f"{name}_{label}", about, TraceWindow(path, 1500, speed), 1500, speed=speed))
     if not cases:
-        raise ValueError(f"{folder} has neither conversation_trace.jsonl nor synthetic_trace.jsonl, nor .gz of them")
+        raise ValueError(f"{folder} has neither conversation_trace.jsonl nor synthetic_trace.jsonl, nor a .gz of them")
     return tuple(cases)

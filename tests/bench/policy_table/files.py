@@ -51,7 +51,7 @@ def load(path: Path) -> tuple[dict[str, dict[str, list[Cell]]], dict[str, float]
             for case, arms in whole.items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no policy table: {type(error).__name__} {error}") from None
+        raise ValueError(f"{path} is not a policy table: {type(error).__name__} {error}") from None
     return table, knees, sessions
 
 

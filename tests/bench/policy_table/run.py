@@ -45,7 +45,7 @@ class Cell:
     hit_rate: float
     """Cached / prompt tokens."""
     max_over_mean_load: float
-    """The largest over the pods of: its requests / an even share of those that came while it lived."""
+    """The largest, over the pods, of a pod's requests / an even share of those that came while it lived."""
     completed: int
     failed: int
     mean_tpot_ms: float = math.nan
@@ -123,7 +123,7 @@ def _unqueued_ms(record: RequestRecord) -> float:
 
 
 def find_knee(case: Case, seed: int = 1, run_s: float = KNEE_RUN_S) -> float:
-    """Return the knee in sessions per second, within 4 %: it doubles the rate, then halves the gap five times.
+    """Return the knee in sessions per second, within 4 %: double the rate, then halve the gap five times.
 
     At the knee, the omniscient arm's p99 TTFT is within ten times that of a nearly idle fleet, one of the criteria of
     `warmroute-loadgen sweep`. Runs last at least `run_s`.

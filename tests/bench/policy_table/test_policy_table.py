@@ -191,7 +191,7 @@ def test_a_saved_table_reads_back(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "policies.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="no policy table"):
+    with pytest.raises(ValueError, match="not a policy table"):
         load(path)
 
 
@@ -463,7 +463,7 @@ def test_a_quick_look_leaves_a_larger_table_alone(
 def test_what_is_no_table_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "policies.json").write_text("notes")
     assert main([*QUICK, "--out", str(tmp_path)]) == 2
-    assert "is no policy table" in " ".join(capsys.readouterr().err.split())
+    assert "is not a policy table" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "policies.json").read_text() == "notes"
 
 

@@ -92,7 +92,7 @@ def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp
     rows = [BODY, {"prompt": ""}, BODY]
     (tmp_path / "log.jsonl").write_text("started\n" + "".join(json.dumps(row) + "\n" for row in rows))
     found = analysed(tmp_path / "log.jsonl")
-    assert (found.requests, found.skipped_lines, found.first_skipped) == (2, 2, "line 1: no JSON")
+    assert (found.requests, found.skipped_lines, found.first_skipped) == (2, 2, "line 1: not JSON")
     (tmp_path / "log.json").write_text(json.dumps(rows))
     assert analysed(tmp_path / "log.json").requests == 2
     (tmp_path / "log.jsonl.gz").write_bytes(gzip.compress((tmp_path / "log.jsonl").read_bytes()))
@@ -118,7 +118,7 @@ def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_p
 def test_files_with_nothing_in_them_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(content)
     with pytest.raises(
-        UnusableLog, match="is empty" if not content.strip() else "no prompt in 200 lines .line 1: no JSON"
+        UnusableLog, match="is empty" if not content.strip() else "no prompt in 200 lines .line 1: not JSON"
     ):
         analysed(tmp_path / "log")
 

@@ -143,7 +143,7 @@ def test_an_arm_that_cannot_be_judged_and_one_alone() -> None:
     down = made_run([failed(i) for i in range(5)])
     rounds = [{BASE: made_run([request(i) for i in range(5)]), "arm": down}]
     lines, _ = said(rounds)
-    assert "arm: no request completed in both arms, so it cannot be judged." in lines
+    assert "arm: no request completed in both arms, so this arm cannot be judged." in lines
     alone, warned = said(rounds_of({BASE: 1.0}, rounds=1))
     assert alone == ("round_robin ran alone: there is nothing to compare it with.",)
     assert warned == ()

@@ -71,7 +71,7 @@ def test_a_page_without_the_counters_is_refused(text: str) -> None:
 
 
 def test_a_page_that_is_no_exposition_is_refused() -> None:
-    with pytest.raises(CounterError, match="no Prometheus text"):
+    with pytest.raises(CounterError, match="it is not Prometheus text"):
         parse_counters("<html>{\n")
 
 
@@ -102,7 +102,7 @@ async def test_a_restarted_and_a_silent_pod_are_named() -> None:
 
 def test_a_pod_that_came_or_went_is_named() -> None:
     found = counted(Reading({"old": PodCount(1, 1)}), Reading({"new": PodCount(1, 1)}))
-    assert sorted(found.problems) == ["new: was there only after the run", "old: was there only before the run"]
+    assert sorted(found.problems) == ["new: it was listed only after the run", "old: it was listed only before the run"]
 
 
 def test_addresses() -> None:

@@ -188,9 +188,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--die", "pod-7@3", "--pods", "4"], "pod-7 is not there; there are pod-0, pod-1, pod-2, pod-3"),
-        (["--die", "pod-0@1,pod-0@2"], "--die pod-0@2: pod-0 is not there"),
-        (["--join", "pod-1@3"], "pod-1 is already there"),
+        (["--die", "pod-7@3", "--pods", "4"], "pod-7 is not running; pods are pod-0, pod-1, pod-2, pod-3"),
+        (["--die", "pod-0@1,pod-0@2"], "--die pod-0@2: pod-0 is not running"),
+        (["--join", "pod-1@3"], "pod-1 is already running"),
         (["--die", "pod-0@1", "--pods", "1"], "--die leaves no pod"),
         (["--slow", "pod-1@3"], "must end in a speed of 0.001 to 1000"),
         (["--slow", "pod-1@3=1e-300"], "must end in a speed of 0.001 to 1000"),
