@@ -185,7 +185,7 @@ def out_of_memory(*args: object, **kwargs: object) -> None:
     ("where", "text"),
     [
         ("load_decoder", "weights: name a --device"),
-        ("KvPool", r"activations \(at least\) 0\.2 GiB.* fit, activations \(at least\): lower --max-step-tokens"),
+        ("KvPool", r"activations \(at least\) 0\.2 GiB.* for activations \(at least\): lower --max-step-tokens"),
     ],
 )
 def test_what_the_allocator_refuses_is_explained_too(
