@@ -12,7 +12,7 @@ class Backend(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Most calls of `run` at a time: 1, or 2.
+        """The most calls of `run` at a time: 1, or 2.
 
         With 2, a decode chunk may carry `PENDING`, and a step sees the KV that the step before it wrote: the device
         computes them one after the other. Calls return in order. A step may hold a request that has ended meanwhile;

@@ -117,7 +117,8 @@ class LogitEdits:
 def logit_edits(
     requests: Sequence[Request], outputs: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[LogitEdits, LogitEdits, LogitEdits]:
-    """Return the bias to add, the repetition penalties to scale by, the frequency and presence penalties to subtract.
+    """Return the bias to add, the repetition penalties to scale by, and the frequency and presence penalties to
+    subtract.
 
     Row i is for requests[i] with the output tokens outputs[i]. Biased ids outside the vocabulary are left out.
     """

@@ -14,7 +14,7 @@ from engine.sched.request import Request
 
 _TOKEN_OF = struct.Struct("<qq")
 CATCH_UP_S = 0.1
-"""Most seconds of host time that the emulated device makes good."""
+"""The most seconds of host time that the emulated device makes good."""
 
 
 class SimBackend:

@@ -58,7 +58,7 @@ class SparseDecode:
 
 
 def supports_sparse_decode(dtype: torch.dtype, device: torch.device) -> bool:
-    """Try whether torch has these operations for this type and device. The trial also uses up torch's beta warning."""
+    """Test whether torch has these operations for this type and device. The trial also uses up torch's beta warning."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     table = torch.ones(2, 1)

@@ -26,13 +26,14 @@ KEYS = 128
 """Keys in a tile."""
 _HEIGHTS = HEIGHTS[:-1]
 _COLUMNS = 16
-"""The values' columns are a multiple of this: libraries compute a remainder by other code, differently for each row."""
+"""The values' columns are a multiple of this: libraries compute a remainder with other code, differently for each
+row."""
 _BATCHES = (1, 2, 3, 17)
 """Numbers of tiles in a call for which the library is tested."""
 _SCORES = 2**21
-"""About the most scores at once: 8 MB."""
+"""The most scores at once, roughly: 8 MB."""
 _GATHERED_KEYS = 4096
-"""About the most keys of decoding sequences at once."""
+"""The most keys of decoding sequences at once, roughly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class TileShape:
         return TileShape(config.kv_heads * repeats, repeats, part, dim, columns, heights)
 
     def height(self, rows: int, tiles: int) -> int:
-        """Return the rows of the next call if `rows` are left: the least height that holds all, if half is used."""
+        """Return the rows of the next call if `rows` are left: the least height that holds all if over half is used."""
         most = [h for h in self.heights if h * tiles * KEYS <= _SCORES] or [self.heights[0]]
         enough = next((h for h in most if h >= rows), most[-1])
         below = [h for h in most if h <= rows]

@@ -1,4 +1,4 @@
-"""KV blocks as numbers: reference counts, free blocks, idle blocks in order of eviction. The pool knows no tokens."""
+"""KV blocks as numbers: reference counts, free blocks, idle blocks in order of eviction. Tokens play no part here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BlockPool:
     def take(self, count: int) -> tuple[list[int], list[int]]:
         """Return `count` blocks with one reference each, and those of them that were idle: the caller forgets these.
 
-        Raises IndexError if fewer are available: callers ask first.
+        Raises IndexError if fewer are available: callers check first.
         """
         free = self._free
         from_free = min(count, len(free))
@@ -88,7 +88,7 @@ class BlockPool:
     def begin_uses(self, blocks: Iterable[int], before: Iterable[int] = ()) -> None:
         """Note that these blocks have new content. It counts as used once.
 
-        `before`: of the first blocks, the uses of the same content before it was evicted, which count again.
+        `before`: the uses of the first blocks' content before it was evicted, which count again.
         """
         uses = self._uses
         for block in blocks:
@@ -110,7 +110,7 @@ class BlockPool:
 
         `is_pin`: the user is a pin. Being pinned does not count as a use, so a block becomes idle at the place where
         its last request left it. `was_wanted`: False says that the blocks were kept for requests that have not come.
-        Then an order by use evicts those that were used once before others.
+        Then an order by use evicts those of them that were used only once ahead of all others.
         """
         references, free = self._references, self._free
         kept, staying = [], []
@@ -134,7 +134,7 @@ class BlockPool:
             self._places.update(zip(staying, range(place, place + len(staying)), strict=True))
 
     def _put_back(self, blocks: Sequence[int], *, was_wanted: bool) -> None:
-        """Make these blocks idle, which were pinned until now."""
+        """Make these blocks idle. They were pinned until now."""
         uses = self._uses
         once = [] if was_wanted else [block for block in blocks if uses[block] == 1]
         for block in once:

@@ -14,12 +14,12 @@ from heapq import heapify, heappop, heappush, merge
 from typing import Protocol
 
 MOST_USES = 15
-"""The most uses that count. A block not asked for again outlives as many turnovers of blocks that were used once."""
+"""The most uses that count. A block not asked for again outlives at most this many turnovers of blocks used once."""
 MOST_DEPTH_COST = 1.0
 """The most that `GreedyDual.depth_cost` may be: a bad fit must not make one chain outlive everything."""
 _NOT_IDLE = _NONE = -1
 _SLACK = 1024
-"""Outdated entries that a heap may have besides one for each idle block."""
+"""Outdated entries that a heap may have in addition to one for each idle block."""
 _UNITS = 4096
 """The cost of a chain's first block in units. Costs are rounded down to whole units."""
 _BLOCK_BITS, _TURN_BITS = 32, 48
@@ -40,7 +40,7 @@ class Eviction(StrEnum):
     LFU = "lfu"
     """The least often used block; uses fade as other blocks are evicted."""
     COST = "cost"
-    """The block with the least cost to compute again times uses; both fade likewise."""
+    """The block with the least product of uses and cost to compute again; it fades in the same way."""
 
 
 class EvictionOrder(Protocol):
@@ -53,14 +53,14 @@ class EvictionOrder(Protocol):
         ...
 
     def add(self, blocks: Iterable[int], uses: Sequence[int]) -> None:
-        """Add blocks that have become idle, in this order: a block after all indexed blocks behind it.
+        """Add blocks that have become idle, in this order: a block after all indexed blocks that follow it.
 
         `uses`: by block, the number of requests that shared its content.
         """
         ...
 
     def places(self, count: int) -> int:
-        """Return the first of `count` consecutive numbers: the places that so many blocks would get now.
+        """Return the first of `count` consecutive numbers: the places that this many blocks would get now.
 
         This is for blocks whose last request leaves them while a pin holds them: they go there once the pin is over.
         """
@@ -71,7 +71,7 @@ class EvictionOrder(Protocol):
         ...
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Take out blocks that are used again: a block after those before it in its chain."""
+        """Take out blocks that are used again: a block after those that precede it in its chain."""
         ...
 
     def take(self, count: int) -> list[int]:
@@ -155,7 +155,7 @@ class LeastRecentlyUsed:
         self._heap.clear()
 
     def _oldest_late(self) -> int | None:
-        """Return the longest unused block of those put back; None if another block is unused for longer."""
+        """Return the longest unused block of those put back; None if another block has been unused for longer."""
         heap, late = self._heap, self._late
         while late.get(heap[0] & _BLOCK_MASK) != heap[0] >> _BLOCK_BITS:
             heappop(heap)
@@ -166,7 +166,8 @@ class LeastRecentlyUsed:
 
 
 class GreedyDual:
-    """The block of least worth goes first. Worth is `floor + uses * cost`; the floor is the worth last evicted.
+    """The block of least worth goes first. Worth is `floor + uses * cost`, and the floor is the worth of
+    the block that was evicted last.
 
     This is GreedyDual-Size-Frequency (Cherkasova, "Improving WWW Proxies Performance with GDSF Caching Policy", 1998)
     with blocks of one size. As the floor rises, what was worth much long ago becomes worth little compared to what is
@@ -178,7 +179,8 @@ class GreedyDual:
     """
 
     def __init__(self, parents: Sequence[int], depths: Sequence[int], *, depth_cost: float = 0.0) -> None:
-        """By block, `parents`: the block before it in its chain or a negative number; `depths`: how many are before."""
+        """By block: `parents`, the previous block of its chain or a negative number; `depths`, how many are before
+        it."""
         total = len(parents)
         self._parents = parents
         self._depths = depths
@@ -271,7 +273,7 @@ class GreedyDual:
         if count > self._count:
             raise IndexError("fewer blocks are idle")
         # This runs for each block that a request takes from a full pool, so even a call or a new entry would show. A
-        # chain goes from its end: the next block to go is mostly the parent of the last one, which needs no entry.
+        # chain goes from its end: the next block to go is usually the parent of the last one, which needs no entry.
         heap, worths, turns, parents, children = self._heap, self._worth, self._turns, self._parents, self._children
         floor, block, worth, blocks = self._floor, _NONE, 0, []
         for _ in range(count):

@@ -18,15 +18,15 @@ _UNKNOWN_IN_A_ROW = 8
 _DIGEST_BYTES = 8
 _USES_BITS = 4
 _MOST_USES = (1 << _USES_BITS) - 1
-"""The lowest bits of a slot are those of its place in the table, which need not be stored. They hold the uses."""
+"""The lowest bits of a digest are its place in the table and need not be stored. In a slot these bits hold the uses."""
 _LEAST_SLOTS = 1 << _USES_BITS
 
 
 class EvictedLately:
-    """Digests of evicted blocks. Each is kept until about four pools of other blocks were evicted.
+    """Digests of evicted blocks. Each is kept until about four pools of other blocks have been evicted.
 
-    The table has no chains: a digest overwrites another. So noting a digest costs the same at any size, the table takes
-    only some 32 bytes a block, and it sometimes fails to recognise a block that is asked for.
+    The table has no chains: a new digest overwrites an old one. So noting a digest costs the same at any size, and the
+    table takes only some 32 bytes a block. It sometimes fails to recognise a block that is asked for.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -35,7 +35,7 @@ class EvictedLately:
         self._slots = array("Q", bytes(8 * slots))
 
     def note(self, digests: Iterable[bytes], uses: Iterable[int]) -> None:
-        """Note that the blocks of these digests were evicted, each after so many uses; 15 stand for 15 or more."""
+        """Note that the blocks of these digests were evicted, each after this many uses; 15 stands for 15 or more."""
         slots, mask = self._slots, self._mask
         shorts = array("Q", b"".join([digest[:_DIGEST_BYTES] for digest in digests]))
         if sys.byteorder == "big":
@@ -53,8 +53,8 @@ class EvictedLately:
         chain.
 
         All digests up to the last known one count: a block is evicted before the blocks that it follows, so the blocks
-        before a known one were evicted after it. They have the uses of the next known one, which are no more than
-        theirs. The search ends after a few unknown digests in a row.
+        before a known one were evicted after it. They get the uses of the next known one, which had no more than they
+        had. The search ends after a few unknown digests in a row.
         """
         slots, mask = self._slots, self._mask
         known, uses = start, bytearray()

@@ -46,8 +46,8 @@ def anchors(spans: Sequence[Span], prompt_tokens: int, block_size: int) -> tuple
 class HeldKeys:
     """Keys with at least one anchor block resident.
 
-    Invariant: callers hold a key after its parents and drop it before them. So the dictionary has parents first, and
-    net changes noted in the order of their first cause are in the order a reader needs.
+    Invariant: callers hold a key after its parents and drop it before them. So the dictionary has parents first. Net
+    changes are in the order of their first cause, which is the order that a reader needs.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class HeldKeys:
             self._note(key, stored=True)
 
     def drop(self, key: PrefixKey) -> None:
-        """Count one block less that anchors the key."""
+        """Count one block fewer that anchors the key."""
         count = self._blocks_of[key] - 1
         if count:
             self._blocks_of[key] = count
@@ -97,6 +97,6 @@ class HeldKeys:
         return KeyChanges(removed, added)
 
     def _note(self, key: PrefixKey, *, stored: bool) -> None:
-        """Note a change. One undone before it was reported is no change: so what is kept between reports is bounded."""
+        """Note a change. If it undoes one not reported yet, both are dropped, so the number kept is bounded."""
         if self._net.pop(key, stored) == stored:
             self._net[key] = stored

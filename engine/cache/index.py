@@ -1,4 +1,4 @@
-"""The interface of what finds the cached blocks that equal the beginning of a prompt."""
+"""The interface of an index, which finds the cached blocks of a prompt's prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.cache.sequence import CachedSequence
 
 
 class IndexKind(StrEnum):
-    """How equal beginnings are found."""
+    """How shared prefixes are found."""
 
     HASH = "hash"
     """Whole blocks by chained digest."""
@@ -23,7 +23,7 @@ class IndexKind(StrEnum):
 
 @dataclass(slots=True)
 class Match:
-    """The blocks that hold the beginning of a sequence. Never changed, though not frozen (`engine/sched/plan.py`)."""
+    """The blocks that hold a sequence's prefix. Never changed, though not frozen (see `engine/sched/plan.py`)."""
 
     nodes: Sequence[int]
     """Whole blocks, in order."""
@@ -45,14 +45,14 @@ class PrefixIndex(Protocol):
         ...
 
     def match(self, sequence: CachedSequence, limit: int) -> Match:
-        """Return the longest beginning of the sequence that is indexed, of at most `limit` tokens."""
+        """Return the longest prefix of the sequence that is indexed, of at most `limit` tokens."""
         ...
 
     def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
-        """Index the sequence's full blocks first .. stop - 1, as far as no equal block is indexed.
+        """Index the sequence's full blocks first .. stop - 1, except those that equal an indexed block.
 
-        Returns for each the indexed block: the equal one or the block itself. The list is shorter if a block can be
-        neither. The blocks before them, `sequence.nodes[:first]`, must be indexed.
+        Returns the indexed block for each: the equal one or the block itself. The list ends before a block for which
+        it can be neither. The blocks before them, `sequence.nodes[:first]`, must be indexed.
         """
         ...
 
@@ -64,7 +64,7 @@ class PrefixIndex(Protocol):
         ...
 
     def remove(self, blocks: Sequence[int]) -> None:
-        """Remove these indexed blocks, in this order: a block goes after the blocks behind it."""
+        """Remove these indexed blocks, in this order: a block goes after the blocks that follow it."""
         ...
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What is known of indexed blocks: columns by block number, because a pool may have a million blocks.
+"""What is known about indexed blocks: columns by block number, because a pool may have a million blocks.
 
 If each block were an object, every collection of the interpreter's oldest generation would walk them all: 0.2 s for a
 million, and 0.7 s if each has a list. Columns are a handful of objects, made at the start and frozen
@@ -17,18 +17,18 @@ NO_BLOCK = -1
 
 
 class IndexedBlocks:
-    """The blocks that an index of any kind holds. Read the columns freely; change them only by the methods."""
+    """The blocks that an index of any kind holds. Read the columns freely; change them only through the methods."""
 
     def __init__(self, total: int) -> None:
         self.digests: list[bytes | None] = [None] * total
         """The digest of the block's chain up to the block's end; empty if the block is not full. None if the block is
-        not indexed; the other columns then say nothing of it."""
+        not indexed; the other columns then say nothing about it."""
         self.parents = [NO_BLOCK] * total
         """The block before it. A number is enough, because the parent stays indexed as long as this block."""
         self.depths = array("i", bytes(4 * total))
         """Number of blocks before it in its chain."""
         self.is_followed = bytearray(total)
-        """Whether a full block behind it was indexed at any time since this block was."""
+        """Whether a full block that follows it was indexed at any time since this block was."""
         self.keys: list[tuple[PrefixKey, ...]] = [()] * total
         """Prefix keys anchored here, parents first."""
         self.count = 0

@@ -50,7 +50,7 @@ def _check_blocks(
         _require(pool.references(block) == references[block], f"block {block}: references equal uses")
     free, idle = pool.free_blocks(), pool.idle_blocks()
     used = [block for block in range(pool.total) if references[block]]
-    _require(sorted([*free, *idle, *used]) == list(range(pool.total)), "a block is free, idle or used: one of these")
+    _require(sorted([*free, *idle, *used]) == list(range(pool.total)), "a block is either free, idle or used")
     _require(all(indexed.digests[block] is None for block in free), "free blocks are not indexed")
     _require(all(indexed.digests[block] is not None for block in idle), "idle blocks are indexed")
 

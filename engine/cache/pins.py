@@ -16,7 +16,7 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
 
 _SLACK = 64
-"""Outdated entries, of pins that are over, that the heap may have besides one for each pin."""
+"""Entries of pins that are over, which the heap may have in addition to one for each pin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +147,7 @@ class Pins:
         self._due.clear()
 
     def _level(self, salt: bytes, missing: int) -> None:
-        """Take up to `missing` blocks from the salts that have most. None may end with fewer than `salt` then has."""
+        """Take up to `missing` blocks from the salts that have most. None may end up with fewer than `salt`."""
         others = [held for other, held in self._held.items() if other != salt]
         mine = self._held[salt] + self.most_blocks - len(self._following)  # with all that is free
         low, high = 0, max(others, default=0)
@@ -160,7 +160,7 @@ class Pins:
                 low = height + 1
         goals = {other: low for other, held in self._held.items() if other != salt and held > low}
         cut = sum([self._held[other] - low for other in goals])
-        # A cut of all to the next height would be too much, but single salts may still have a block too many.
+        # Cutting all to the next height would be too much, but some salts may still have one block too many.
         one_more = sorted(other for other, held in self._held.items() if other != salt and held >= low)
         for other in one_more[: max(0, min(missing - cut, low - 1 - mine - cut))]:
             goals[other] = low - 1

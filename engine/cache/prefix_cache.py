@@ -30,7 +30,7 @@ Otherwise a popular block would collect a key from every request that branches o
 
 
 class PrefixCache:
-    """KV blocks of requests, indexed by content once computed. A `PrefixIndex` finds equal beginnings.
+    """KV blocks of requests, indexed by content once computed. A `PrefixIndex` finds shared prefixes.
 
     Use: `open` a sequence, `admit` it, `extend` it before a step that needs more room, `commit` after the step,
     `release`. Each step is bracketed by `begin_step` and `end_step`, and steps end in the order in which they began.
@@ -47,7 +47,7 @@ class PrefixCache:
         pinned_blocks: int = 0,
         learnt_blocks: int = 0,
     ) -> None:
-        """`pinned_blocks`: the most that may be pinned at a time because clients ask; `learnt_blocks`: unasked."""
+        """The most blocks pinned at a time: `pinned_blocks` because clients ask, `learnt_blocks` unasked."""
         if blocks_total < 1 or block_size < 1:
             raise ValueError(f"blocks_total and block_size must be at least 1, got {blocks_total} and {block_size}")
         self.block_size = block_size
@@ -85,10 +85,10 @@ class PrefixCache:
         self._evicted = EvictedLately(blocks_total)
         self._loops = Loops(blocks_total)
         self._stored = array("q", bytes(8 * blocks_total))
-        """By block: the steps begun when it was indexed."""
+        """By block: the number of steps begun when it was indexed."""
 
     def advance(self, now_s: float) -> None:
-        """Tell the time, in seconds of any clock that only goes forward: pins whose time is over end."""
+        """Note the time, in seconds of any clock that only goes forward. Pins whose time is over end."""
         self._now_s = now_s
         self.pins.expire(now_s)
         self.learnt.expire(now_s)
@@ -110,13 +110,13 @@ class PrefixCache:
         return max(0, self.blocks_for(known_tokens) - reused + reserve_blocks - self.pool.available)
 
     def branches_off(self, sequence: CachedSequence) -> int:
-        """Return how many requests shared the last block that this sequence reuses; 0 if no chain goes on behind it."""
+        """Return how many requests shared the last block that this sequence reuses; 0 if no chain goes on after it."""
         if not sequence.nodes or not self._indexed.is_followed[sequence.nodes[-1]]:
             return 0
         return self.pool.uses(sequence.nodes[-1])
 
     def learn_cost(self, token_s: float, attention_s: float) -> None:
-        """Tell what a token takes to compute: seconds, and extra seconds for each token before it.
+        """Note the seconds that a token takes to compute, and the extra seconds for each token before it.
 
         0, 0: not known yet. Only eviction by cost uses this.
         """
@@ -160,7 +160,7 @@ class PrefixCache:
         return len(match.nodes) * self.block_size + (0 if sequence.source is None else match.rows)
 
     def find(self, sequence: CachedSequence, blocks: int) -> Sequence[int]:
-        """Return the blocks that hold the sequence's beginning, at most `blocks`; the cache does not change."""
+        """Return the blocks that hold the sequence's prefix, at most `blocks`; the cache does not change."""
         return self._index.match(sequence, blocks * self.block_size).nodes
 
     def has(self, digest: bytes) -> bool:
@@ -181,7 +181,7 @@ class PrefixCache:
         return len(nodes) if is_held else None
 
     def hold_cached(self, sequence: CachedSequence, blocks: int) -> int:
-        """Like `hold`, but only the cached blocks, which always fit; return how many there are."""
+        """Like `hold`, but take only the cached blocks, which always fit; return how many there are."""
         nodes = self.find(sequence, blocks)
         is_held = self._use(sequence, Match(nodes), len(nodes), 0)
         assert is_held
@@ -365,7 +365,7 @@ class PrefixCache:
         return self._evicted.has(digests[hits])
 
     def _note_evicted(self, sequence: CachedSequence, hits: int) -> None:
-        """Count which blocks of a sequence, admitted with `hits` cached blocks, were evicted too soon.
+        """Count the blocks of a sequence, admitted with `hits` cached blocks, that were evicted too soon.
 
         What several requests had shared counts as shared again. If the last lost block was shared, this request shares
         it, too: that is one more use. Otherwise it is a conversation that goes on.
@@ -382,7 +382,7 @@ class PrefixCache:
             sequence.spared = hits + lost if is_loop else 0
 
     def _spare(self, blocks: Sequence[int]) -> None:
-        """Spare as many of these blocks as may be: they were indexed just now and are part of a loop."""
+        """Spare as many of these blocks as the bound allows: they were indexed just now and are part of a loop."""
         assert self._worth is not None
         room = int(SPARED_SHARE * self.pool.total) - self._worth.spared
         self._worth.spare(blocks[: max(0, room)])
@@ -393,7 +393,7 @@ class PrefixCache:
         self.pool.drop_references((source,), (self._indexed.digests[source] is not None,))
 
     def _supersede(self, block: int) -> None:
-        """Unindex this block, which was not full: another block now has its rows, and more behind them."""
+        """Unindex this block, which was not full: another block now has its rows, and more after them."""
         self._indexed.remove((block,))
         if self.pool.references(block) == 0:
             self.pool.free(block)
@@ -417,7 +417,7 @@ class PrefixCache:
         """Unindex these blocks, which will hold something else. Except in `reset`, cached content is lost only here."""
         self.evictions += len(blocks)
         digests, uses = self._indexed.digests, self.pool.uses
-        full = [block for block in blocks if digests[block]]  # the rows of another block have no digest
+        full = [block for block in blocks if digests[block]]  # a block that is not full has no digest
         self._evicted.note([digests[block] or b"" for block in full], map(uses, full))
         self._index.remove(blocks)
         for key in self._indexed.remove(blocks):

@@ -1,4 +1,4 @@
-"""A radix tree over token ids. It finds the longest beginning that any chain shares with a prompt, to the token."""
+"""A radix tree over token ids. It finds the longest prefix that any chain shares with a prompt, to the token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RadixIndex:
     """
 
     def __init__(self, indexed: IndexedBlocks, block_size: int, supersede: Callable[[int], None]) -> None:
-        """`supersede` is called with each partly filled block whose rows another block has now, with more behind."""
+        """`supersede` is called with each partly filled block whose rows another block now has, and more after them."""
         self._indexed = indexed
         self._size = block_size
         self._supersede = supersede
@@ -132,7 +132,7 @@ class RadixIndex:
             self._check_edge(node)
             for token, child in (node.children or {}).items():
                 parent_of[child] = parent
-                _require(child.parent is node and child.label[:TOKEN_BYTES] == token, "children hang where they begin")
+                _require(child.parent is node and child.label[:TOKEN_BYTES] == token, "a child has the right key")
                 _require(child.start == node.end, "an edge begins where the one before it ends")
         in_index = {block for block, digest in enumerate(self._indexed.digests) if digest is not None}
         _require(len(held) == len(in_index) and set(held) == in_index, "each indexed block is in one edge")
@@ -145,15 +145,16 @@ class RadixIndex:
         _require(len(node.blocks) == whole + has_tail, "an edge has the blocks that end in it")
         if node.parent is not None:
             _require(bool(node.label) and (node.children is None or len(node.children) > 1), "an edge leads to a fork")
-            _require(node.children is not None or bool(node.blocks), "where nothing follows, a block is")
+            _require(node.children is not None or bool(node.blocks), "an edge without children has a block")
         for j, block in enumerate(node.blocks):
             is_tail = has_tail and j == whole
-            _require((self._indexed.digests[block] == b"") == is_tail, f"block {block}: the last one alone is a tail")
+            _require((self._indexed.digests[block] == b"") == is_tail, f"block {block}: only the last one is a tail")
 
     def _descend(self, sequence: CachedSequence, limit: int, known: int = 0) -> tuple[RadixNode | None, int]:
-        """Return the edge on which the sequence leaves the tree or reaches `limit` tokens, and the tokens up to there.
+        """Return the edge on which the sequence leaves the tree or reaches `limit` tokens, and the number of tokens
+        up to there.
 
-        `known`: at least so many tokens of the sequence are in the tree.
+        `known`: at least this many tokens of the sequence are in the tree.
         """
         data, node = sequence.packed, sequence.place
         limit = min(limit, len(data) // TOKEN_BYTES)
@@ -191,7 +192,7 @@ class RadixIndex:
         return path
 
     def _holder(self, node: RadixNode, i: int) -> int:
-        """Return a block that holds the chain's rows within block i. Every chain behind the edge has one."""
+        """Return a block that holds the chain's rows within block i. Every chain through the edge has one."""
         while i - node.start // self._size >= len(node.blocks):
             assert node.children is not None
             node = next(iter(node.children.values()))
@@ -200,7 +201,7 @@ class RadixIndex:
     def _insert(
         self, sequence: CachedSequence, node: RadixNode | None, start: int, end: int, blocks: list[int]
     ) -> None:
-        """Put the sequence's tokens start .. end - 1 behind the first `start` tokens of the edge's chain.
+        """Put the sequence's tokens start .. end - 1 after the first `start` tokens of the edge's chain.
 
         `blocks`: the blocks that end there; the last one may be partly filled.
         """
@@ -225,7 +226,7 @@ class RadixIndex:
             self._supersede(replaced)
 
     def _split(self, node: RadixNode, at: int) -> None:
-        """End the edge at this position. The part behind it becomes a separate edge."""
+        """End the edge at this position. The part after it becomes a separate edge."""
         cut, kept = (at - node.start) * TOKEN_BYTES, at // self._size - node.start // self._size
         lower = RadixNode(node, at, node.label[cut:], node.blocks[kept:])
         for child in (node.children or {}).values():

@@ -12,7 +12,7 @@ class RadixNode:
     """Tokens from position `start` on that all chains through this edge share, and the blocks that end among them.
 
     A block belongs to the edge that has its last row. So an edge that ends within a block has no block for its last
-    rows: each chain behind it has them as the first rows of a block of its own. Blocks are arrays, not lists, so that
+    rows: each chain through it has them as the first rows of a block of its own. Blocks are arrays, not lists, so that
     the interpreter's garbage collector walks one object for an edge of any length.
     """
 
@@ -30,7 +30,7 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] | None = None
         """First token of a child's label -> the child; None without children."""
         self.cuts = 0
-        """Times that the end of the label was cut: other tokens may stand there by now."""
+        """How often the end of the label was cut: other tokens may stand there by now."""
         self.is_alive = True
         """Whether the edge is in the tree. Its beginning stands for the same tokens as long as it is."""
 
@@ -67,7 +67,7 @@ class RadixNode:
 def common_tokens(label: bytearray, tokens: bytearray, start: int, most: int, known: int = 0) -> int:
     """Return how many of the label's first `most` tokens equal the tokens from position `start` on.
 
-    `known`: so many leading tokens are known to be equal.
+    `known`: this many leading tokens are known to be equal.
     """
     most = min(most, len(label) // TOKEN_BYTES)
     at, end, offset = known * TOKEN_BYTES, most * TOKEN_BYTES, start * TOKEN_BYTES

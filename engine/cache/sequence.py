@@ -43,7 +43,7 @@ class CachedSequence:
     """Leading blocks that are spared when they are indexed, if there is room for that (`loops.py`)."""
     remembered_from: int = 0
     remembered: bytes = b""
-    """Of the blocks from `remembered_from` on: their uses before they were evicted, which count again."""
+    """For each block from `remembered_from` on: its uses before it was evicted, which count again."""
     source: int | None = None
     """A block of another sequence, kept until the step that copies its first rows has ended."""
 

@@ -143,7 +143,7 @@ class Survey:
             tree.branches += children > 1
             tree.deepest_tokens = max(tree.deepest_tokens, tokens)
             tree.blocks_by_tokens[1 << (tokens - 1).bit_length()] += 1
-            if digest and uses > 1 and self._child_uses[block] < uses:  # else a longer prefix is as hot
+            if digest and uses > 1 and self._child_uses[block] < uses:  # otherwise a longer prefix is as hot
                 hot.append((uses, tokens, block))
         return tree, [self._hot(*one) for one in nlargest(min(most, MOST_PREFIXES), hot)]
 

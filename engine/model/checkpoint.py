@@ -77,7 +77,7 @@ def make_checkpoint(folder: Path | str, **shape: int | str) -> CheckpointShape:
     size = CheckpointShape(**shape)  # type: ignore[arg-type]  # checked below, field by field
     if not isinstance(size.vocab_size, int) or size.vocab_size < _SMALLEST_VOCAB:
         raise ModelError(
-            f"vocab_size ({size.vocab_size!r}) must be at least {_SMALLEST_VOCAB}: all bytes, and specials"
+            f"vocab_size ({size.vocab_size!r}) must be at least {_SMALLEST_VOCAB}: all bytes and special tokens"
         )
     tokenizer = train_tokenizer(size.vocab_size)
     config = _config(size, tokenizer)

@@ -1,7 +1,7 @@
-"""Reads and checks a decoder's Hugging Face `config.json`. No torch here.
+"""Reads and checks a decoder's Hugging Face `config.json`, without torch.
 
-Field names and defaults: the `*Config` classes of transformers 5; older spellings (`torch_dtype`, `rope_theta`,
-`rope_scaling`) are read too.
+Field names and defaults are those of the `*Config` classes of transformers 5. Older spellings (`torch_dtype`,
+`rope_theta`, `rope_scaling`) are read too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position: int
-    """Tokens of prompt and output together that the model can address."""
+    """Tokens that the model can address, prompt and output together."""
     rope: RopeConfig
     windows: tuple[int | None, ...]
     """Window per layer: a token sees itself and the window - 1 tokens before it; None: all tokens before it."""
@@ -120,12 +120,10 @@ def _architecture(fields: Fields) -> str:
 def _head_dim(fields: Fields, architecture: str, hidden_size: int, heads: int) -> int:
     default = _QWEN3_HEAD_DIM if architecture == _QWEN3 else hidden_size // heads
     if fields.get("head_dim") is None and architecture != _QWEN3 and hidden_size % heads:
-        raise fields.error(
-            "hidden_size", f"must be a multiple of num_attention_heads ({heads}) where head_dim is absent"
-        )
+        raise fields.error("hidden_size", f"must be a multiple of num_attention_heads ({heads}) if head_dim is absent")
     head_dim = fields.positive_int("head_dim", default=default)
     if head_dim % 2:
-        raise fields.error("head_dim", "must be even: rotary embedding turns pairs")
+        raise fields.error("head_dim", "must be even: rotary embedding rotates pairs")
     return head_dim
 
 
@@ -151,7 +149,7 @@ def _layer_window(fields: Fields, types: Any, window: int | None, layers: int, a
         raise fields.error("layer_types", "names sliding_attention, but no sliding_window is in use")
     if architecture == _MISTRAL and window is not None and "full_attention" in types:
         raise fields.error(
-            "layer_types", f"must not name full_attention: in {_MISTRAL} the window holds for all layers"
+            "layer_types", f"must not name full_attention: in {_MISTRAL} the window applies to all layers"
         )
     return [window if t == "sliding_attention" else None for t in types]
 

@@ -1,7 +1,7 @@
 """Computes rows whose bits do not depend on the other rows of a step, as `--exact` requires.
 
-A library chooses the order of summation in a matrix product by the shapes. So a row can have other bits in a product of
-1 row than of 33, or as the last row of 33 than as the first. An exact product is therefore computed in tiles of only a
+A library chooses the order of summation in a matrix product by the shapes. So a row can have different bits in products
+of 1 row and of 33, or as the first and the last row of 33. An exact product is therefore computed in tiles of only a
 few heights. At the start a test on this processor and with these threads finds the heights that give every row the same
 order. The test is a sum whose terms cancel: its result is only the rounding error, which differs for another order.
 """
@@ -23,7 +23,7 @@ from engine.model.rope import inverse_frequencies, rotate_, turns
 from engine.model.weights import LayerWeights, ModelWeights
 
 HEIGHTS = (4, 16, 64, 256, 1024)
-"""Numbers of rows that a product may have. Most libraries use other routines below 4; more than 1024 gain nothing."""
+"""Numbers of rows that a product may have. Most libraries use other routines below 4; above 1024 nothing is gained."""
 _OFFSET_ROWS = 3
 """Rows before a tile in memory, so that the test covers tiles that are not aligned in memory."""
 _GRAIN = 32_768
@@ -54,7 +54,7 @@ def agreeing_classes(
 ) -> list[tuple[int, ...]]:
     """Group `heights` by the order in which `multiply` sums: within a group all rows of all products have equal bits.
 
-    `multiply`: [height, terms] -> [..., height, columns]. A height at which one product's rows differ is in no group.
+    `multiply`: [height, terms] -> [..., height, columns]. A height at which a product's rows differ is in no group.
     """
     classes: list[tuple[Tensor, list[int]]] = []
     for height in heights:
@@ -89,16 +89,16 @@ def exact_projection(projection: Projection) -> Projection:
 
 
 def check_exp() -> None:
-    """Raises NotExact if NumPy's exp of a number depends on the number's place in an array."""
+    """Raise NotExact if NumPy's exp of a number depends on the number's place in an array."""
     values = np.random.default_rng(0).uniform(-90, 0, 257).astype(np.float32)
     whole = np.exp(values)
     for start in (1, 5, 8, 17):
         if not np.array_equal(np.exp(values[start:]), whole[start:]):
-            raise NotExact("NumPy's exp gives a number other bits in another place of an array")
+            raise NotExact("NumPy's exp of a number has different bits in another place of an array")
 
 
 class ExactDecoder(Decoder):
-    """A decoder whose rows have the same bits with any other rows. Steps have a multiple of `row_multiple` tokens.
+    """A decoder whose rows have the same bits beside any other rows. Steps have a multiple of `row_multiple` tokens.
 
     Products use `agreeing_heights`. For sums of squares, torch reduces the last axis row by row. All else is
     elementwise: operations that IEEE 754 rounds correctly have one result. For the others (silu, the complex product)
@@ -165,7 +165,7 @@ class _TurnTable:
 
 
 def _lines(rows: int, row_elements: int) -> Iterator[slice]:
-    """Return the rows to compute at once, few enough that torch uses one thread: several would cut rows anywhere."""
+    """Return the rows to compute at once, few enough that torch uses one thread: several could cut within a row."""
     step = max(1, rows) if torch.get_num_threads() == 1 else max(1, (_GRAIN - 1) // row_elements)
     return (slice(start, start + step) for start in range(0, rows, step))
 

@@ -15,7 +15,7 @@ class Projection:
     float32 weights on an x86 CPU are kept in oneDNN's blocked layout: for 16 rows that is about twice as fast as MKL on
     the plain matrix, for 2,048 rows about 1.1 times (measured on an AMD EPYC, one thread). The plain matrix is dropped.
 
-    `tiled`: multiply only as many rows at once as one of `heights` says (`exact.py`).
+    `tiled` restricts the number of rows that are multiplied at once to `heights` (`exact.py`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
@@ -44,9 +44,9 @@ class Projection:
         return Projection(weight, bias, shared=not self._packed)
 
     def tiled(self, heights: tuple[int, ...]) -> Projection:
-        """Return the same matrix, which multiplies only as many rows at once as one of `heights` says.
+        """Return a projection with the same matrix. The number of rows that it multiplies at once is one of `heights`.
 
-        The number of rows must then be a multiple of the smallest height.
+        The number of rows must be a multiple of the smallest height.
         """
         other = copy(self)
         other.heights = heights
@@ -62,7 +62,7 @@ class Projection:
                 parts.append(self._multiply(x[start : start + height]))
                 start += height
         if start < len(x):
-            raise ValueError(f"{len(x)} rows are no multiple of {self.heights[0]}")
+            raise ValueError(f"{len(x)} rows are not a multiple of {self.heights[0]}")
         return torch.cat(parts)
 
     def _multiply(self, x: Tensor) -> Tensor:

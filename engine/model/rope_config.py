@@ -1,4 +1,4 @@
-"""A checkpoint's parameters of the rotary position embedding. No torch here."""
+"""A checkpoint's parameters of the rotary position embedding, without torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RopeConfig:
     theta: float = _DEFAULT_THETA
     factor: float = 1.0
     original_max_position: int = 0
-    """Context of the pretraining in tokens; llama3 and yarn."""
+    """Tokens of context in pretraining; for llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = _BETA_FAST
     beta_slow: float = _BETA_SLOW
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cosine and sine; yarn."""
+    """Multiplies cosine and sine; for yarn."""
 
     @staticmethod
     def parse(fields: Fields) -> tuple[RopeConfig, int]:

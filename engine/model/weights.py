@@ -1,6 +1,6 @@
 """Loads a checkpoint's safetensors: checks every name and shape first, then reads one tensor at a time.
 
-Peak memory is the model plus one tensor, because the parts of a fused matrix are copied into place as they are read.
+Peak memory is the model plus one fused matrix: its parts are copied into place as they are read, then it may be packed.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ class SchedulerConfig:
     """Bounds of the scheduler. Raises ValueError naming the field that is out of range."""
 
     max_step_tokens: int
-    """Most tokens that one step computes, prefill and decode together."""
+    """The most tokens that one step computes, prefill and decode together."""
     max_running: int
-    """Most requests that hold KV blocks."""
+    """The most requests that hold KV blocks."""
     max_waiting: int
-    """Most requests accepted beyond those."""
+    """The most requests accepted beyond those."""
     max_overtakes: int = 64
-    """A request is not overtaken again once so many younger requests were admitted before it."""
+    """A request is not overtaken again once this many younger requests have been admitted before it."""
     least_kept_tokens: int = 1
     """Tokens of the shortest beginning of a conversation that is kept unasked."""
 

@@ -11,7 +11,7 @@ from engine.sched.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """The blocks that a request lacked when it did not fit, and the counts of then that could make it fit."""
+    """The blocks that a request lacked when it did not fit, and the counts at that time. New counts may make it fit."""
 
     blocks: int
     given_back: int
@@ -45,13 +45,13 @@ class Entry:
     prefill_end: int = 0
     """Tokens known at the latest admission: chunks before this position are prefill, later ones decode."""
     cached_tokens: int | None = None
-    """Prompt tokens reused at the first admission; None before."""
+    """Prompt tokens reused at the first admission; None before that."""
     kept_tokens: int | None = None
     """Leading prompt tokens that are pinned for the request's marks; None before its prompt is computed."""
     unkept_tokens: int = 0
-    """Prompt tokens that its marks ask for but that had no room."""
+    """Prompt tokens that its marks ask for but for which there was no room."""
     lack: Lack | None = None
-    """What it lacked when it last did not fit; None: it has not been tried."""
+    """What it lacked when it was last tried and did not fit; None: it has not been tried."""
     overtaken: int = 0
     """Number of younger requests admitted before this one."""
     told_tokens: int = 0

@@ -16,7 +16,7 @@ class QueueFull(Exception):
 class TokenOutput:
     """A request's next token. A stop token that ends the request is returned, too.
 
-    Never changed, though not frozen (`plan.py`).
+    It is never changed, though not frozen (`plan.py`).
     """
 
     request_id: int
@@ -27,4 +27,4 @@ class TokenOutput:
     kept_tokens: int = 0
     """Leading prompt tokens, in whole blocks, that stay in the pool because the request's marks ask for it."""
     unkept_tokens: int = 0
-    """Further tokens that the marks ask for but that had no room."""
+    """Further tokens that the marks ask for but for which there was no room."""

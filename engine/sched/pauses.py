@@ -1,4 +1,4 @@
-"""How long tools take, learnt from the requests that bring their results. Has no clock: callers pass the time."""
+"""How long tools take, learnt from the requests that bring their results. There is no clock: callers pass the time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import OrderedDict, deque
 FIRST_PAUSE_S = 10.0
 """How long a conversation is kept while too few pauses have been seen."""
 LEAST_PAUSE_S = 1.0
-"""A conversation is kept for at least so long, however fast tools are."""
+"""A conversation is kept for at least this long, however fast tools are."""
 MOST_PAUSE_S = 120.0
-"""A conversation is kept for at most so long, however slow tools are."""
+"""A conversation is kept for at most this long, however slow tools are."""
 WAITED_S = 600.0
 """If a conversation does not go on within this time after an answer, the answer counts as its last."""
 QUANTILE = 0.9
-"""Part of the pauses that a kept conversation outlasts."""
+"""Share of the pauses that a kept conversation outlasts."""
 MARGIN = 1.25
 """Factor on that quantile, because the next pause may be longer than those seen."""
 LEAST_SHARE = 0.25
-"""Conversations are kept only if a tool's result follows at least this part of the answers."""
+"""Conversations are kept only if a tool's result follows at least this share of the answers."""
 _SEEN = 128
 """Number of pauses that are remembered."""
 _ENOUGH = 8

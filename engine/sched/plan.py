@@ -28,7 +28,7 @@ class SequenceChunk:
     blocks: Sequence[int]
     """Pool blocks of positions 0 .. start + len(tokens) - 1, in order; the last may be partly filled."""
     samples: bool
-    """Whether the chunk ends at the request's last known token, so that the step samples the next one."""
+    """Whether the chunk ends at the request's last known token, so the step samples the next one."""
     decodes: bool
     """Whether this is a decode token: not part of the prompt, nor of a prefill repeated after preemption."""
     source: int | None = None

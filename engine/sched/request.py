@@ -34,7 +34,7 @@ class CacheMark:
     tokens: int
     """Leading prompt tokens."""
     lifetime_s: float
-    """Seconds, from each use on."""
+    """Seconds, counted from each use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Request:
     prompt_tokens: Sequence[int]
     """Never empty, and shorter than the model's context."""
     max_tokens: int
-    """Most output tokens, at least 1. Prompt and output together fit the model's context."""
+    """The most output tokens, at least 1. Prompt and output together fit the model's context."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the request with STOP: the model's end-of-text ids unless ignored, and the request's own."""
@@ -70,4 +70,5 @@ class Request:
     tools: ToolUse | None = None
     """None: the request names no tools."""
     output_tokens: list[int] = field(default_factory=list)
-    """May begin with tokens that another engine has made: they count in `max_tokens`, and the request goes on there."""
+    """May begin with tokens that another engine has made: they count in `max_tokens`, and the request goes on after
+    them."""

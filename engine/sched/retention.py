@@ -9,7 +9,7 @@ from engine.sched.pauses import ToolPauses
 BRANCH_S = 60.0
 """Seconds that the prefix before a branch stays: a person reads the answer and may still ask for another one."""
 FEW = 4
-"""A prefix before a branch is pinned if at most so many requests share it. More requests keep it by their use."""
+"""A prefix before a branch is pinned if at most this many requests share it. If more do, their use keeps it."""
 
 
 class Retention:
@@ -23,12 +23,13 @@ class Retention:
         self._now_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Tell the time, in seconds of a clock that only goes forward."""
+        """Note the time, in seconds of a clock that only goes forward."""
         self._now_s = now_s
         self._cache.advance(now_s)
 
     def started(self, entry: Entry) -> None:
-        """Pin the prefix of a request that has got its blocks and branches off; learn from one that follows a tool."""
+        """Pin the prefix of a request that has got its blocks and branches off; learn from one that goes on after an
+        answer."""
         cache, sequence = self._cache, entry.sequence
         if not cache.learnt.most_blocks:
             return

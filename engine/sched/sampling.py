@@ -18,9 +18,9 @@ class SamplingParams:
     temperature: float = 1.0
     """0, or below `MIN_TEMPERATURE`: greedy, the most probable token (lowest id on a tie)."""
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this, in (0, 1]."""
+    """Keep the smallest set of most probable tokens whose probability reaches this, in (0, 1]."""
     top_k: int = 0
-    """Most probable tokens to keep; 0: all."""
+    """Keep this many of the most probable tokens; 0: all."""
     min_p: float = 0.0
     """Keep tokens at least this fraction as probable as the most probable one, in [0, 1]."""
     repetition_penalty: float = 1.0

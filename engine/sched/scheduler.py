@@ -57,8 +57,8 @@ class Scheduler:
         return bool(self._entries) or bool(self._steps)
 
     def hash_prompt(self, tokens: Sequence[int], salt: str, key_spans: Sequence[KeySpan]) -> CachedSequence:
-        """Hash a prompt for `Request.hashed`. Otherwise `add` does this, and only this part takes longer for longer
-        prompts. Any thread may call it.
+        """Hash a prompt for `Request.hashed`. Otherwise `add` does this; it is the only part of `add` that takes
+        longer for longer prompts. Any thread may call it.
         """
         return self._cache.open(tokens, salt, key_spans)
 
@@ -68,7 +68,7 @@ class Scheduler:
         return self._cache.pins, self._cache.learnt
 
     def advance(self, now_s: float) -> None:
-        """Tell the time, in seconds of a clock that only goes forward: pins whose time is over end."""
+        """Note the time, in seconds of a clock that only goes forward. Pins whose time is over end."""
         self._retention.advance(now_s)
 
     def add(self, request: Request) -> None:

@@ -16,7 +16,7 @@ _MIN_PREFILL_STEPS = 8
 _MIN_TOLERANCE = 0.25
 _REFIT_EVERY = 32
 _LEAST_FITS = 16
-"""Fits after which the search for the shortest step starts anew. The last one found counts for as many fits more."""
+"""Fits after which the search for the shortest step starts anew. The old one counts for this many more fits."""
 
 
 def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
@@ -50,8 +50,9 @@ class StepCostFit:
     """Non-negative least squares of relative error, in which old steps fade exponentially.
 
     Steps with a prefill and pure decode steps are summed separately and fade separately, so thousands of decode steps
-    in a row do not change what is known of prefill. A time far from its prediction is clipped to the usual range. This
-    range widens while such times persist. So one hiccup changes little, but a device that became slower is followed.
+    in a row do not change what is known about prefill. A time far from its prediction is clipped to the usual range.
+    This range widens while such times persist. So one hiccup changes little, but a device that has become slower is
+    followed.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class StepCostFit:
         return 0.0 if math.isinf(least_s) else least_s
 
     def cost(self) -> StepCost:
-        """Return the fitted coefficients; all zero until a few prefill steps were seen."""
+        """Return the fitted coefficients; all zero until a few prefill steps have been seen."""
         return StepCost(*self._coefficients)
 
     def _fit(self) -> None:
@@ -131,7 +132,7 @@ def _non_negative_least_squares(matrix: list[list[float]], vector: list[float]) 
 
 
 def _drop_negatives(matrix: list[list[float]], vector: list[float], chosen: tuple[int, ...]) -> list[float] | None:
-    """Solve without sign, drop the most negative coefficient, repeat; None unless the end is provably the minimum."""
+    """Solve without bounds, drop the most negative coefficient, repeat; None unless the end is provably the minimum."""
     while chosen:
         solution = _solve(matrix, vector, chosen)
         if min(solution) >= 0:

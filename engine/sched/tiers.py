@@ -15,7 +15,7 @@ class LowerTiers(Protocol):
     """Keeps what requests leave behind and brings it back. No method waits; `engine.tiers` implements it."""
 
     def begin_step(self, others_s: float) -> None:
-        """Note that a step of requests that wait for no tier is planned, which takes about `others_s` seconds.
+        """Note that a step is planned whose requests wait for no tier, and which takes about `others_s` seconds.
 
         0: there are no such requests, or the time is not known. Until the next step, work for tiers takes at most a
         small share of this time.
@@ -45,10 +45,10 @@ class LowerTiers(Protocol):
         """Whether the request should not start now, because blocks that it can reuse are on their way.
 
         Begins to fetch them if that is sooner than computing them. Returns False once they are there or the fetch is
-        given up. `cached_blocks`: blocks of it in the pool; `fits`: whether the pool has room for it, because otherwise
-        nothing is fetched; `reserve_blocks`: blocks to leave for running requests; `queue_s`: seconds until the device
-        could begin to compute this prompt. `pace_s`: seconds, without this request, of the step in which it would
-        begin, and of each step of others after that; 0: there is no such step, so the request can begin at any time.
+        given up. `cached_blocks`: its blocks in the pool; `fits`: whether the pool has room for it (otherwise nothing
+        is fetched); `reserve_blocks`: blocks to leave for running requests; `queue_s`: seconds until the device could
+        begin to compute this prompt. `pace_s`: seconds of the step in which it would begin, and of each later step of
+        others, both without this request; 0: there is no such step, so the request can begin at any time.
         """
         ...
 
@@ -65,7 +65,7 @@ class LowerTiers(Protocol):
         ...
 
     def learn_cost(self, cost: StepCost, least_s: float = 0.0) -> None:
-        """Tell what computing costs; all zero: not known yet. No step is shorter than `least_s` seconds."""
+        """Note what computing costs; all zero: not known yet. No step is shorter than `least_s` seconds."""
         ...
 
     def fetch_costs(self) -> FetchCosts:

@@ -59,7 +59,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt's text. `variables`: the template's own options. Raises BadRequest if it refuses."""
+        """Return the prompt's text. `variables`: the template's own options. Raises BadRequest if that fails."""
         template = self._with_tools if tools else self._template
         try:
             return template.render(
@@ -95,8 +95,7 @@ class ChatTemplate:
         at = text.rfind(_MARK.strip())
         if at < 0 or content.strip() not in text:
             raise BadRequest(
-                "continue_final_message: the model's chat template changes the last message, so that it cannot be "
-                "continued",
+                "continue_final_message: the model's chat template changes the last message, so it cannot be continued",
                 param="continue_final_message",
             )
         return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()

@@ -10,9 +10,9 @@ from engine.text.tokenizer import Tokenizer
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
-"""Most one-byte tokens that a UTF-8 character needs. If more are pending, they are not a character."""
+"""The most one-byte tokens that a UTF-8 character needs. If more are pending, they are not a character."""
 _WINDOW = 32
-"""Most tokens decoded at once while text stays uncertain, so that each token takes constant time."""
+"""The most tokens decoded at once while text stays uncertain. The bound keeps the time for a token constant."""
 _CONTEXT_SIZES = (4, 5, 6, 7, 8, 16, 64, 256)
 
 
@@ -38,10 +38,10 @@ class Detokenizer:
     """Decodes tokens one by one. The joined pieces equal the text of all tokens decoded at once.
 
     This is exact for byte-level tokenizers. With sentencepiece's byte fallback it is exact for valid UTF-8 only: a bad
-    byte makes the whole run of bytes undecodable, also the characters before it that have been sent.
+    byte makes the whole run of bytes undecodable, even characters before it that have been sent.
 
-    `context`: the tokens before (`context_of`). A decoder may strip the space at the beginning of a text; with context
-    the text does not begin here, so the space stays.
+    `context`: the tokens before the first one (`context_of`). A decoder may strip the space at the beginning of a text;
+    with context the text does not begin here, so the space stays.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -55,7 +55,7 @@ class Detokenizer:
         """Characters of the decoded window that have been returned."""
 
     def push(self, token: int) -> str:
-        """Return the text that `token` makes certain, often empty within a character."""
+        """Return the text that `token` makes certain. It is often empty within a character."""
         if self._utf8 is not None:
             return self._utf8.decode(self._tokenizer.decoded_bytes(token))
         self._window.append(token)

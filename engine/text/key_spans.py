@@ -3,8 +3,8 @@
 Key i covers the first (i + 1) * stride canonical bytes. This module finds those bytes in the rendered prompt, by
 searching for each message's content in order, and maps them to tokens by the tokenizer's offsets.
 
-Guarantee: let a template only append, so that a conversation's text starts with the text of its beginning. If two
-requests have equal first (i + 1) * stride canonical bytes, their rendered texts are equal over the tokens of their i-th
+Guarantee for a template that only appends (a conversation's text starts with the text of its beginning): if the first
+(i + 1) * stride canonical bytes of two requests are equal, their rendered texts are equal over the tokens of their i-th
 keys (the shorter claim). The token ids over that text are equal too, except the last few, because later text can change
 how a word is split. With a template that does not append, a claim can be wrong. The engine compares token ids before it
 reuses anything, so a wrong claim misdirects a request and never changes an answer.
@@ -54,10 +54,12 @@ def cached_prefixes(
     prompt: str,
     token_ends: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return for each place (message, its content parts before the place) the leading prompt tokens before it.
+    """Return the number of leading prompt tokens before each place (message, number of its content parts before the
+    place).
 
-    `ends` in ascending order. 0 parts: the place before the message's content, with tools before it. The count is 0 for
-    a place that cannot be found in the rendered prompt. As in a key's claim, a token across the place is not counted.
+    `ends` is in ascending order. 0 parts: the place before the message's content, with tools before it. The count is 0
+    for a place that cannot be found in the rendered prompt. As in a key's claim, a token that straddles the place is
+    not counted.
     """
     pieces, known_bytes = _locate(messages, tools, prompt)
     starts = _content_starts(messages, tools)
@@ -72,14 +74,14 @@ def cached_prefixes(
         if place > known_bytes or message >= len(pieces):
             counts.append(0)
             continue
-        # If the template strips a content's leading white space, a place in that space may come before the last one.
+        # If the template strips a content's leading white space, a place in it may come before the previous place.
         furthest = max(furthest, covered if parts else pieces[message].first_char)
         counts.append(bisect_right(token_ends, furthest) if furthest else 0)
     return tuple(counts)
 
 
 def _content_starts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[int]:
-    """Where in the canonical bytes each message's content begins."""
+    """Return where each message's content begins in the canonical bytes."""
     starts = []
     position = len(tools_bytes(tools)) if tools else 0
     for i, message in enumerate(messages):
@@ -89,7 +91,7 @@ def _content_starts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] 
 
 
 def text_spans(keys: Sequence[PrefixKey], stride: int, prompt: str, token_ends: Sequence[int]) -> tuple[KeySpan, ...]:
-    """Spans of a text prompt, which is its own canonical form."""
+    """Return the spans of a text prompt, which is its own canonical form."""
     return _spans(keys, stride, [_Piece(0, 0, prompt)], token_ends)
 
 
@@ -130,7 +132,7 @@ def _find(content: str, prompt: str, cursor: int, first_byte: int) -> _Piece | N
 
 
 def _before_moved(pieces: list[_Piece], content: str, prompt: str) -> list[_Piece]:
-    """Return the pieces that end before `content`. The template may have moved the others after it."""
+    """Return the pieces that end before `content`. The template may have moved `content` ahead of the others."""
     start = prompt.find(content.strip())
     return pieces if start < 0 else [piece for piece in pieces if piece.end_char <= start]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on until a stop string is complete, and holds back text that may become one.
 
-    The stop string that is complete first counts; if several are, the longest. So the outcome does not depend on where
-    the pieces end.
+    The stop string that is complete first counts; if several are complete at once, the longest counts. So the outcome
+    does not depend on where the pieces end.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A bound on the text that a number of tokens can hold, derived from tokenizer.json. Checking it costs nothing."""
+"""A bound on the text that a number of tokens can hold, derived from tokenizer.json. Checking a text costs nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNBOUNDED_BYTES = 2**20
 _CHARACTER_BYTES = 4
 _FOLDING = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 _MOST_FOLDED = 4
-"""Most bytes of text that these normalizers turn into one byte: U+1D400 becomes A."""
+"""The most bytes of text that these normalizers turn into one byte: U+1D400 becomes A."""
 _LENGTHENING = ("ByteLevel", "Prepend")
 _DROPPING = ("BertPreTokenizer", "CharDelimiterSplit", "Whitespace", "WhitespaceSplit")
 
@@ -36,7 +36,7 @@ class TextLimit:
         )
 
     def most_bytes(self, tokens: int) -> int:
-        """Return the most bytes of UTF-8 that a text of so many tokens can have."""
+        """Return the most bytes of UTF-8 that a text of this many tokens can have."""
         bound = tokens * self.bytes_per_token
         return bound if self.keeps_all else max(bound, UNBOUNDED_BYTES)
 

@@ -23,7 +23,7 @@ class Encoded:
 
     ids: list[int]
     ends: Sequence[int]
-    """Tokens 0..i come only from the first ends[i] characters of the text. Non-decreasing."""
+    """Tokens 0..i come only from the first ends[i] characters of the text. `ends` never decreases."""
 
 
 class _Ends(Sequence[int]):
@@ -103,7 +103,7 @@ class Tokenizer:
         return Encoded(encoding.ids, _Ends(encoding, text))
 
     def most_bytes(self, tokens: int) -> int:
-        """Return the bytes of UTF-8 above which a text has more than so many tokens, or is not worth encoding."""
+        """Return the bytes of UTF-8 above which a text has more than this many tokens or is not worth encoding."""
         return self._limit.most_bytes(tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -89,10 +89,10 @@ async def _bearable(bench: _Bench, limits: Limits, largest_s: float) -> Limits:
 
 
 async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> Shape:
-    """Return the last of growing steps before one that takes too long, or else the first."""
+    """Return the last of growing steps before one that takes too long, otherwise the first."""
     best = next(shapes, None)
     if best is None:
-        raise ValueError("the KV pool or the model's context is too small to calibrate with: 32 tokens at least")
+        raise ValueError("the KV pool or the model's context is too small to calibrate with: it takes 32 tokens")
     await bench.step_s(best)
     for shape in shapes:
         await bench.step_s(shape)  # the first step of a size allocates memory

@@ -28,7 +28,7 @@ _FAILURES = (ImportError, OSError, RuntimeError, SubprocessError, AttributeError
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """The requirements on an attention."""
+    """What an attention must support."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -37,9 +37,9 @@ class AttentionNeeds:
     """Compute capability of the device; (0, 0): not a CUDA device."""
     block_size: int
     rows: int
-    """Most decode rows of a step."""
+    """The most decode rows of a step."""
     tokens: int
-    """Most tokens in a row's table."""
+    """The most tokens in a row's table."""
 
 
 @dataclass(frozen=True, slots=True)

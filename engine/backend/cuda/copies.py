@@ -41,9 +41,9 @@ class HostMemoryError(Exception):
 class HostPool:
     """KV blocks in host memory: `data` is [slot, byte], and a slot is as large as a block of the pool.
 
-    For a pool on a CUDA device the memory is page-locked, because only then copies are asynchronous. It is registered,
-    because torch's pinned allocator rounds up to a power of two, which is up to twice the memory. `close` unlocks it,
-    or the end of the last reference to `data`, or the end of the process.
+    For a pool on a CUDA device the memory is page-locked, because copies are asynchronous only then. It is registered,
+    because torch's pinned allocator rounds up to a power of two, which is up to twice the memory. It is unlocked by
+    `close`, when the last reference to `data` ends, or when the process ends.
     """
 
     def __init__(self, pool: Tensor, slots: int) -> None:
@@ -159,7 +159,7 @@ class _CudaJob:
     job: Sequence[BlockRun]
 
     def ended(self) -> EndedJob | None:
-        """See `RunningJob.ended`. An error of the card is one of all runs: it does not say which has failed."""
+        """See `RunningJob.ended`. An error of the card counts for all runs: it does not say which one failed."""
         try:
             with torch.cuda.device(self.device):  # otherwise a thread would open a context on the first card
                 if not self.end.query():  # type: ignore[no-untyped-call]
@@ -187,9 +187,9 @@ def drain(copier: BlockCopier, deadline_s: float, clock: Callable[[], float] = t
 
 
 def measure_rates(copier: BlockCopier, blocks: int, deadline_s: float) -> None:
-    """Learn both directions' rates from real copies: pool blocks 0 .. blocks - 1 to the host slots of these numbers and
-    back. Call it at the start, while both are empty: without a rate nothing is fetched,
-    and without a fetch no rate is measured."""
+    """Learn both directions' rates from real copies: pool blocks 0 .. blocks - 1 to the host slots of the same numbers
+    and back. Call it at the start, while both are empty: without a rate nothing is fetched, and without a fetch no rate
+    is measured."""
     pairs = [BlockPair(i, i) for i in range(blocks)]
     for request in (copier.demote, copier.promote):
         request(pairs)

@@ -3,7 +3,7 @@
 Products of few rows have their own kernel; cuBLAS computes the others.
 
 The residual stream stays in one buffer; every norm except the first also adds to it. No code here waits for the device
-or allocates by a value on it, so a step without prefill can be captured in a CUDA graph.
+or allocates a size that it reads there, so a step without prefill can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DecoderBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, also on device "meta", for planning."""
+        """Bytes of all buffers, even on device "meta", for planning."""
         tensors = {id(tensor): tensor for tensor in (getattr(self, field.name) for field in fields(self))}
         return sum(tensor.nbytes for tensor in tensors.values())
 

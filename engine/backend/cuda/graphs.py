@@ -28,8 +28,8 @@ _REPORT_S = 5.0
 
 
 def decode_batches(largest: int) -> tuple[int, ...]:
-    """Return the padded batch sizes up to and with `largest`. Above 16 they grow by 16, the tile of matrix products,
-    and later by more, such that beyond 64 at most a third is padding."""
+    """Return the padded batch sizes up to and including `largest`. Above 16 they grow by 16, the tile of matrix
+    products, and later by more, so that beyond 64 at most a third is padding."""
     sizes = [size for size in _SMALL if size < largest]
     size = _SMALL[-1]
     while True:
@@ -70,7 +70,7 @@ class Graphs:
             used = free - self._device.free_bytes()
             if used > limit_bytes:
                 say(
-                    f"CUDA graphs took {used >> 20} MiB, more than planned: {done} of {len(shapes)} are captured, "
+                    f"CUDA graphs took {used >> 20} MiB, more than planned: {done} of {len(shapes)} are captured; "
                     "longer sequences decode without them"
                 )
                 return

@@ -54,9 +54,9 @@ class DeviceMemory:
         missing = sum(want.bytes for want in wants) - self.free_bytes
         short = f", {_gib(missing)} more than that" if missing > 0 else ""
         return CudaStartError(
-            f"{self.name} has too little memory: of {_gib(self.total_bytes)} {_gib(self.free_bytes)} are free "
-            f"({_gib(others)} are in use by others); wanted: {shares(wants)}{short}. What did not fit, {culprit.part}: "
-            f"{culprit.remedy}"
+            f"{self.name} has too little memory: {_gib(self.free_bytes)} of {_gib(self.total_bytes)} are free "
+            f"({_gib(others)} are in use by others); wanted: {shares(wants)}{short}. "
+            f"No room is left for {culprit.part}: {culprit.remedy}"
         )
 
 

@@ -4,7 +4,7 @@ The host lays out each row's sampling parameters, which go over with the step's 
 from the device: a row's uniform is hashed on the host from its seed and index. The host knows all parameters, so no
 size depends on a value on the device.
 
-A row that keeps at most `NARROW` tokens by top_k is cut without sorting the vocabulary; top_p alone sorts it.
+A row that keeps at most `NARROW` tokens by top_k is cut without sorting the vocabulary; top_p alone needs it sorted.
 If a cumulative probability lies within rounding of top_p or of the uniform, this code may choose a neighbour of the
 reference's token, because it sums in another order.
 """
@@ -45,7 +45,7 @@ class HostSampling:
     reported: int
     """Rows that report log-probabilities."""
     tops: int
-    """Most alternatives that a row reports."""
+    """The most alternatives that a row reports."""
 
     @staticmethod
     def of(chunks: Sequence[SequenceChunk], vocab_size: int) -> HostSampling:

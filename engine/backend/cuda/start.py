@@ -93,7 +93,7 @@ def _cuda_device(name: str) -> torch.device:
     index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        seen = f"cuda:0 to cuda:{count - 1}" if count else "none; is the driver there, and torch a build with CUDA?"
+        seen = f"cuda:0 to cuda:{count - 1}" if count else "none; is the driver there, and is torch a build with CUDA?"
         raise CudaStartError(f"--device {name} does not exist; torch sees {seen}")
     major, minor = torch.cuda.get_device_capability(index)
     if (major, minor) < _LEAST_CAPABILITY:
@@ -145,7 +145,7 @@ class Starter:
                 backend.warm_up(plan)
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
-            # Capturing empties torch's cache. It is filled, or memory found too little, here and not while serving.
+            # Capturing empties torch's cache. Here it is filled again, so a shortage shows now and not while serving.
             # Each buffer of the ring grows to the size of such a step here, because locking pages takes milliseconds.
             for _ in range(RING):
                 backend.warm_up(largest_step(*self._bounds(blocks)))

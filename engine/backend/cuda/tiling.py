@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 
 MAX_PARTS = 16
 PART_KEYS = 512
-"""Least keys of a part."""
+"""The fewest keys of a part."""
 OVERHEAD_KEYS = 256
 """Overhead of a part in units of keys: filling the pipeline, writing the part's sums, and reading them again."""
 SCRATCH_PROGRAMS = 1024
-"""Most programs (part of a tile, KV head) of a launch that leave sums: some 8 per multiprocessor of a large card."""
+"""The most programs (part of a tile, KV head) of a launch that leave sums: some 8 per multiprocessor of a large
+card."""
 
 
 class Round(NamedTuple):
-    """One launch: ranges of rows of `tiles` and of `merged`, without the last row. Either all tiles of a launch are cut
-    along the keys, or none is and its range of `merged` is empty."""
+    """One launch: ranges of rows of `tiles` and of `merged`, each without its last row. Either all tiles of a launch
+    are cut along the keys, or none is and its range of `merged` is empty."""
 
     first_tile: int
     last_tile: int
@@ -59,11 +60,11 @@ class Tiling:
 
     @property
     def slots(self) -> int:
-        """Number of parts, for all KV heads, whose sums have room."""
+        """Number of parts whose sums, for all KV heads, have room."""
         return max(MAX_PARTS, SCRATCH_PROGRAMS // self.kv_heads)
 
     def tiles_of(self, tokens: int) -> int:
-        """Return the number of tiles of a chunk of so many tokens."""
+        """Return the number of tiles of a chunk of this many tokens."""
         return -(-tokens // self.tokens)
 
     def parts(self, tokens: int, keys: int) -> int:

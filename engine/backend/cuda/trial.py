@@ -1,4 +1,4 @@
-"""Synthetic steps: the step that takes most memory, and small steps that make kernels compile before requests come.
+"""Synthetic steps: the step that takes the most memory, and small steps that make kernels compile before requests come.
 
 All of them use only block 0, so they work with any pool, and no later step reads what they leave in it.
 """

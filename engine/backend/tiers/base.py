@@ -73,7 +73,7 @@ class EndedJob:
 
     moved: Moved
     errors: Sequence[str | None] = ()
-    """By run, why it failed, None if it did not; empty if none failed."""
+    """For each run, why it failed; None if it did not. Empty if none failed."""
 
 
 class RunningJob(Protocol):
@@ -104,4 +104,4 @@ class BlockMover(Protocol):
     host_slots: int
 
     def move(self, run: BlockRun) -> Moved:
-        """Move a run. Blocks until it has moved. Raises CopyError if any block of it has not."""
+        """Move a run. Blocks until it has moved. Raises CopyError if any of its blocks has not."""

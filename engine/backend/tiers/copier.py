@@ -160,7 +160,7 @@ class BlockCopier:
         for lane in self._lanes.values():
             self._collect(lane)
         self._start_jobs()
-        finished, self._over = sorted(self._over.items()), {}  # the open ones are not walked: they may be hundreds
+        finished, self._over = sorted(self._over.items()), {}  # open copies are not walked: there may be hundreds
         for copy_id, copy in finished:
             del self._open[copy_id]
             self.fences.close(copy.direction, copy.pairs)
@@ -179,7 +179,7 @@ class BlockCopier:
         self._lanes[direction].rate.observe(moved_bytes, elapsed_s)
 
     def seconds_for(self, direction: Direction, blocks: int) -> float | None:
-        """Return the seconds until so many more blocks would have moved, after those requested; None if unknown."""
+        """Return the seconds until this many more blocks would have moved, after those requested; None if unknown."""
         rate = self.bytes_per_s(direction)
         if rate is None:
             return None
@@ -237,7 +237,7 @@ class BlockCopier:
                     self._start(lane, copy, job, blocks)
 
     def _fits(self, lane: _Lane, blocks: int) -> bool:
-        """Return whether a job of so many blocks is within the bound. A single job of any size always is."""
+        """Return whether a job of this many blocks is within the bound. A single job of any size always is."""
         in_flight_bytes = (lane.in_flight_blocks + blocks) * self._engine.block_bytes
         return not lane.in_flight or in_flight_bytes <= self._limits.in_flight_bytes
 
@@ -277,7 +277,7 @@ class BlockCopier:
 
 
 def _note(copy: _Copy, job: Job, ended: EndedJob) -> None:
-    """Add the end of one of its jobs to a copy."""
+    """Note that one of the copy's jobs has ended."""
     copy.running -= 1
     if not ended.errors:
         copy.done.extend(job)

@@ -78,7 +78,7 @@ class Fences:
         target.written.difference_update([place for _, place in pairs])
 
     def check_step(self, reads: Collection[int], writes: Collection[int]) -> None:
-        """Raises FenceError if a step would read a pool block that a copy writes, or write one that a copy uses."""
+        """Raise FenceError if a step would read a pool block that a copy writes, or write one that a copy uses."""
         if self._pool.written or self._pool.read:
             self._pool.check_read(reads, "a step")
             self._pool.check_write(writes, "a step")
@@ -88,7 +88,7 @@ class Fences:
         return block not in self._pool.written
 
     def is_block_idle(self, block: int) -> bool:
-        """Return whether no open copy uses the pool block, so that it may be written, freed or reused."""
+        """Return whether no open copy uses the pool block, so it may be written, freed or reused."""
         return block not in self._pool.written and block not in self._pool.read
 
     def is_slot_readable(self, slot: int) -> bool:
@@ -96,7 +96,7 @@ class Fences:
         return slot not in self._host.written
 
     def is_slot_idle(self, slot: int) -> bool:
-        """Return whether no open copy uses the host slot, so that it may be written, freed or reused."""
+        """Return whether no open copy uses the host slot, so it may be written, freed or reused."""
         return slot not in self._host.written and slot not in self._host.read
 
     def _sides(self, direction: Direction) -> tuple[_Space, _Space]:

@@ -21,14 +21,14 @@ class Prefill:
     cached_tokens: int
     """Leading tokens whose KV is in the pool; whole blocks."""
     step_tokens: int
-    """Most tokens that one step computes."""
+    """The most tokens that one step computes."""
     cost: StepCost
     """All zero while it is unknown: then computing counts as free, and nothing is fetched."""
     queue_s: float = 0.0
     """Seconds until the device could begin to compute this prompt."""
     next_s: float = 0.0
-    """Seconds of the next step of other requests. If the prompt does not begin in that step, it begins after it at the
-    soonest. 0: there is no such step, and the prompt can begin at any time."""
+    """Seconds of the next step of other requests. If the prompt does not begin in that step, it begins after that step
+    at the soonest. 0: there is no such step, and the prompt can begin at any time."""
     further_s: float = 0.0
     """Seconds of each step of other requests after that one."""
     least_s: float = 0.0
@@ -69,8 +69,8 @@ class Held:
         return Held(blocks, block_tokens, with_one_s - queue_s, queue_s)
 
     def behind(self, above: Held) -> Held:
-        """Return the same with the way through the tiers above. A block passes each tier, so the slowest copy sets the
-        pace, and the copies above add to the wait for the first block."""
+        """Return the same blocks, fetched through the tiers above. A block passes each tier, so the slowest copy sets
+        the pace, and the copies above add to the wait for the first block."""
         return Held(self.blocks, self.block_tokens, max(above.block_s, self.block_s), self.queue_s + above.block_s)
 
 
@@ -86,7 +86,7 @@ class FetchChoice:
 
 
 def choose(prefill: Prefill, held: Held) -> FetchChoice:
-    """Return the number of blocks to fetch that ends the prefill first; in a tie the least.
+    """Return the number of blocks to fetch that ends the prefill first; in a tie the fewest.
 
     The choice is never worse than computing all, so it does not wait for a slow tier or a long queue. A further call
     during the copy, with the rates at that time, tells when to give the copy up.

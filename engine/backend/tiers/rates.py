@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class CopyRate:
-    """Bytes per second of one direction: a sum of bytes over a sum of seconds, both decaying by the bytes moved.
+    """Bytes per second of one direction: a sum of bytes over a sum of seconds, both decaying with the bytes moved.
 
-    In a ratio of sums a large copy counts for more than a small one. After `half_life_bytes` a copy counts half.
+    In a ratio of sums a large copy counts for more than a small one. After `half_life_bytes` more, a copy counts half.
     """
 
     def __init__(self, half_life_bytes: float) -> None:
@@ -15,7 +15,7 @@ class CopyRate:
         self._seconds = 0.0
 
     def observe(self, moved_bytes: int, elapsed_s: float) -> None:
-        """Add a copy of so many bytes and seconds. Times that are not positive are ignored."""
+        """Add a copy of this many bytes and seconds. Times that are not positive are ignored."""
         if elapsed_s <= 0 or moved_bytes <= 0:
             return
         keep = 0.5 ** (moved_bytes / self._half_life_bytes)
@@ -26,7 +26,7 @@ class CopyRate:
         """Return the rate, None before the first copy.
 
         `open_bytes`, `open_s`: the bytes of a running copy and its seconds so far. If the copy takes longer than the
-        rate predicts, it counts as if it ended now, so that a stalled copy is noticed before its end.
+        rate predicts, it counts as if it ended now, so a stalled copy is noticed before its end.
         """
         if not self._seconds:
             return None

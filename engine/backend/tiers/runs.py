@@ -10,8 +10,8 @@ from engine.backend.tiers.base import BlockPair, BlockRun, Direction
 def batch(direction: Direction, pairs: Sequence[BlockPair], max_blocks: int) -> list[BlockRun]:
     """Return the pairs, each once, as runs of at most `max_blocks` (at least 1).
 
-    Pairs are neighbours if their sources and targets are, at any places in the request: eviction hands out a sequence's
-    blocks from the last to the first. Runs come in the order of their first pair in the request.
+    Pairs are neighbours if their sources and targets are, wherever they are in the request: eviction hands out a
+    sequence's blocks from the last to the first. Runs come in the order of their first pair in the request.
     """
     # Plain numbers, because this is a large part of the cost of copies for the thread that plans steps.
     runs: list[tuple[int, int, int, int]] = []

@@ -254,7 +254,7 @@ def test_a_projection_with_no_agreeing_height_is_multiplied_row_by_row(tmp_path:
         torch.testing.assert_close(by_row, projection(x))
         tiled = projection.tiled(HEIGHTS[:2])
         assert tiled(torch.cat((x, x, x))).shape == (24, projection.outputs)
-        with pytest.raises(ValueError, match="no multiple of 4"):
+        with pytest.raises(ValueError, match="not a multiple of 4"):
             tiled(x[:6])
 
 

@@ -117,7 +117,7 @@ def test_capturing_stops_at_its_share_of_memory() -> None:
     graphs.capture(8 << 20, said.append)
     assert graphs.captured == 3
     assert said == [
-        "CUDA graphs took 9 MiB, more than planned: 3 of 8 are captured, longer sequences decode without them"
+        "CUDA graphs took 9 MiB, more than planned: 3 of 8 are captured; longer sequences decode without them"
     ]
     # Narrow tables and large batches come first.
     assert graphs.find(8, 4) == DecodeShape(8, 4)

@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_named_with_its_remedy(sizes: list[int]) -> None:
     culprit = next(i for i in range(len(sizes)) if sum(sizes[: i + 1]) > 20 * GIB)
     with pytest.raises(CudaStartError) as caught:
         MEMORY.check(wants)
-    assert str(caught.value).endswith(f"What did not fit, part{culprit}: lower --{culprit}")
+    assert str(caught.value).endswith(f"No room is left for part{culprit}: lower --{culprit}")
     assert all(f"part{i} " in str(caught.value) for i in range(len(sizes))), "every part is named"
 
 
@@ -67,8 +67,8 @@ def test_the_error_adds_up() -> None:
     with pytest.raises(CudaStartError) as caught:
         MEMORY.check(wants)
     assert str(caught.value) == (
-        "cuda:1 has too little memory: of 24.0 GiB 20.0 GiB are free (4.0 GiB are in use by others); wanted: weights "
-        "15.0 GiB, KV pool 8.0 GiB, 3.0 GiB more than that. What did not fit, KV pool: lower --kv-cache-bytes"
+        "cuda:1 has too little memory: 20.0 GiB of 24.0 GiB are free (4.0 GiB are in use by others); wanted: weights "
+        "15.0 GiB, KV pool 8.0 GiB, 3.0 GiB more than that. No room is left for KV pool: lower --kv-cache-bytes"
     )
 
 
@@ -185,7 +185,7 @@ def out_of_memory(*args: object, **kwargs: object) -> None:
     ("where", "text"),
     [
         ("load_decoder", "weights: name a --device"),
-        ("KvPool", r"activations \(at least\) 0\.2 GiB.* fit, activations \(at least\): lower --max-step-tokens"),
+        ("KvPool", r"activations \(at least\) 0\.2 GiB.* for activations \(at least\): lower --max-step-tokens"),
     ],
 )
 def test_what_the_allocator_refuses_is_explained_too(

@@ -32,8 +32,8 @@ class Launch:
     """Depth of the software pipeline; 1: no pipeline. Half of it, rounded down, is the number of tiles in flight,
     because a page's number is loaded before the page."""
     registers: int | None = None
-    """Most registers of a thread. Without a bound the ptxas of Triton 3.7 spills a few bytes to fit one more program on
-    a multiprocessor. With a bound it may spill in other cases."""
+    """The most registers of a thread. Without a bound the ptxas of Triton 3.7 spills a few bytes to fit one more
+    program on a multiprocessor. With a bound it may spill in other cases."""
 
 
 @dataclass(frozen=True, slots=True)

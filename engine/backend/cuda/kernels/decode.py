@@ -25,16 +25,16 @@ from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.step import DecodeTensors
 
 PART_TOKENS = 256
-"""Least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head. With 4 KV heads they
+"""The least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head. With 4 KV heads they
 occupy every multiprocessor of a Hopper card. Writing and reading the partial sums of 4 query heads costs 3 % of a
 part's keys and values."""
 MAX_PARTS = 32
 """Longer sequences get longer parts: more parts would only make the sum over them, and the grid, larger."""
 DOT_ROWS = 16
-"""Least rows of a `tl.dot`."""
+"""The fewest rows of a `tl.dot`."""
 
 ADDING_REGISTERS = 128
-"""Most registers of a thread that adds up parts: see `Launch.registers`."""
+"""The most registers of a thread that adds up parts: see `Launch.registers`."""
 ADDING_DIMS = 64
 """Dimensions that one warp adds up: two for each thread, so that a multiprocessor works on many rows."""
 

@@ -18,9 +18,9 @@ from engine.backend.cuda.kernels.attend import is_hopper, multiplies_wide
 from engine.backend.cuda.kernels.early import early, follow
 
 LEAST_ROWS, MOST_ROWS = 16, 64
-"""Least and most rows of the one tile that holds all of x. A product on tensor cores takes 16 rows anyway."""
+"""The fewest and the most rows of the one tile that holds all of x. A product on tensor cores takes 16 rows anyway."""
 FEW_ROWS = 16
-"""Rows up to which the engine uses these kernels. cuBLAS should be as good beyond; `make gpu-bench` times both."""
+"""Rows up to which the engine uses these kernels. cuBLAS should be as good beyond that; `make gpu-bench` times both."""
 _LINE = 128
 """Bytes of a line of the L2 cache."""
 LINES_AHEAD = 8

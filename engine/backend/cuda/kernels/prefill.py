@@ -52,7 +52,7 @@ def query_tile(heads: int, kv_heads: int) -> int:
     """Return the tokens per tile. Raises ValueError if the heads do not fit."""
     group, rest = divmod(heads, kv_heads)
     if rest or not 1 <= group <= ROWS:
-        raise ValueError(f"{heads} query heads over {kv_heads} KV heads: want a multiple of at most {ROWS} times")
+        raise ValueError(f"{heads} query heads over {kv_heads} KV heads: the ratio must be a whole number up to {ROWS}")
     return ROWS // group
 
 
@@ -187,7 +187,7 @@ def _prefill(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # The last tiles of a chunk see most keys. They go first, so that the short ones fill the end of the launch.
+    # The last tiles of a chunk see the most keys. They go first, so that the short ones fill the end of the launch.
     # All tiles of a head come before the next head's, so that neighbours share their keys in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
