@@ -1,7 +1,7 @@
 """Chains of blocks that stay in the pool for a given time. This module has no clock: callers pass the time.
 
 A pin adds a reference to each of its blocks, so a pinned block is a used one and is never in the order of eviction
-(DESIGN.md, "The seam").
+(`DESIGN.md` beside this file, "The seam").
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ USUAL_TOKENS = 512.0
 _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
-"""A report may lack what was sent this long before the report came: publishing takes up to 50 ms, transport the
-rest."""
+"""A report may lack what was sent this long before it came: publishing takes up to 50 ms, transport the rest."""
 
 
 class PodState:
@@ -260,8 +259,7 @@ class PodState:
 
         Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
         counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as many tokens to
-        prefill as requests sent from here; the rest are assumed to decode. `capacity_tokens`: of the KV cache; None:
-        unknown.
+        prefill as requests sent from here; the rest are assumed to decode. `capacity_tokens`: of the KV cache, if known.
         """
         self._tell()
         self._settle(now_s)
