@@ -259,7 +259,7 @@ class PodState:
 
         Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
         counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as many tokens to
-        prefill as requests sent from here; the rest are assumed to decode. `capacity_tokens`: of the KV cache, if known.
+        prefill as those sent from here, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
         """
         self._tell()
         self._settle(now_s)
