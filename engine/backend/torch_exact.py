@@ -26,14 +26,14 @@ KEYS = 128
 """Keys in a tile."""
 _HEIGHTS = HEIGHTS[:-1]
 _COLUMNS = 16
-"""The values' columns are a multiple of this: libraries compute a remainder with other code, differently for each
-row."""
+"""The number of the values' columns is a multiple of this: libraries compute the columns left over with other
+code, differently for each row."""
 _BATCHES = (1, 2, 3, 17)
 """Numbers of tiles in a call for which the library is tested."""
 _SCORES = 2**21
-"""The most scores at once, roughly: 8 MB."""
+"""Roughly the most scores that are computed at once: 8 MB."""
 _GATHERED_KEYS = 4096
-"""The most keys of decoding sequences at once, roughly."""
+"""Roughly the most keys of decoding sequences that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class TileShape:
         return TileShape(config.kv_heads * repeats, repeats, part, dim, columns, heights)
 
     def height(self, rows: int, tiles: int) -> int:
-        """Return the rows of the next call if `rows` are left: the least height that holds all if over half is used."""
+        """Return the height of the next call when `rows` rows are left: the least that holds them all, if they fill
+        more than half of it; otherwise the largest that they fill."""
         most = [h for h in self.heights if h * tiles * KEYS <= _SCORES] or [self.heights[0]]
         enough = next((h for h in most if h >= rows), most[-1])
         below = [h for h in most if h <= rows]
@@ -293,7 +294,8 @@ class ExactAttention:
 
 
 def _exp(scores: Tensor) -> None:
-    """Exponentiate in place, by NumPy: it is twice as fast as torch here, and the same at every place (`check_exp`)."""
+    """Exponentiate in place, by NumPy: it is twice as fast as torch here, and its result does not depend on the place
+    (`check_exp`)."""
     array = scores.numpy()
     np.exp(array, out=array)
 

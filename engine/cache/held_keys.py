@@ -62,7 +62,7 @@ class HeldKeys:
             self._note(key, stored=True)
 
     def drop(self, key: PrefixKey) -> None:
-        """Count one block fewer that anchors the key."""
+        """Count one fewer resident block that anchors the key."""
         count = self._blocks_of[key] - 1
         if count:
             self._blocks_of[key] = count

@@ -34,7 +34,8 @@ class Match:
 
 
 class PrefixIndex(Protocol):
-    """Says which block holds which part of a chain. Blocks are numbers; `PrefixCache` does references, eviction, keys.
+    """Says which block holds which part of a chain. Blocks are numbers; `PrefixCache` handles references, eviction and
+    keys.
 
     A block is in the index from its `add` to its `remove`, and so is its parent. Every indexed block is also in
     `IndexedBlocks`, where the index notes the block's digest and parent.
@@ -51,13 +52,14 @@ class PrefixIndex(Protocol):
     def add(self, sequence: CachedSequence, first: int, stop: int) -> list[int]:
         """Index the sequence's full blocks first .. stop - 1, except those that equal an indexed block.
 
-        Returns the indexed block for each: the equal one or the block itself. The list ends before a block for which
-        it can be neither. The blocks before them, `sequence.nodes[:first]`, must be indexed.
+        Returns the indexed block for each: the equal one or the block itself. The list ends before the first
+        block that can be neither matched nor indexed. The blocks before `first`, `sequence.nodes[:first]`, must be
+        indexed.
         """
         ...
 
     def add_tail(self, sequence: CachedSequence, tokens: int) -> None:
-        """Index the block that holds the last of the sequence's first `tokens` tokens, and is not full.
+        """Index the partly filled block in which the sequence's first `tokens` tokens end.
 
         All blocks before it are in `sequence.nodes`. An index of whole blocks does nothing.
         """

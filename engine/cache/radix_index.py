@@ -25,7 +25,7 @@ class RadixIndex:
     """
 
     def __init__(self, indexed: IndexedBlocks, block_size: int, supersede: Callable[[int], None]) -> None:
-        """`supersede` is called with each partly filled block whose rows another block now has, and more after them."""
+        """`supersede` is called with each partly filled block when another block has its rows and more after them."""
         self._indexed = indexed
         self._size = block_size
         self._supersede = supersede

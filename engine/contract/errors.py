@@ -9,7 +9,7 @@ MAX_NAME_CHARS = 200
 
 
 def quoted(name: str) -> str:
-    """Return a client's made-up name for a message or a log: in quotes, cut, and with control characters escaped."""
+    """Return a name from a client, safe for messages and logs: in quotes, cut, and with control characters escaped."""
     return repr(name if len(name) <= MAX_NAME_CHARS else name[:MAX_NAME_CHARS] + "...")
 
 

@@ -2,7 +2,7 @@
 
 A library chooses the order of summation in a matrix product by the shapes. So a row can have different bits in products
 of 1 row and of 33, or as the first and the last row of 33. An exact product is therefore computed in tiles of only a
-few heights. At the start a test on this processor and with these threads finds the heights that give every row the same
+few heights. At start, a test on this processor with these threads finds the heights that give every row the same
 order. The test is a sum whose terms cancel: its result is only the rounding error, which differs for another order.
 """
 
@@ -98,11 +98,13 @@ def check_exp() -> None:
 
 
 class ExactDecoder(Decoder):
-    """A decoder whose rows have the same bits beside any other rows. Steps have a multiple of `row_multiple` tokens.
+    """A decoder whose rows have the same bits whatever other rows a step has. A step has a multiple of `row_multiple`
+    tokens.
 
     Products use `agreeing_heights`. For sums of squares, torch reduces the last axis row by row. All else is
     elementwise: operations that IEEE 754 rounds correctly have one result. For the others (silu, the complex product)
-    torch uses different code for whole vectors and for the rest of a line, so each line is a row, on one thread.
+    torch's inner loop uses different code for whole vectors and for what is left. So each inner loop covers one row, on
+    one thread.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -165,7 +167,7 @@ class _TurnTable:
 
 
 def _lines(rows: int, row_elements: int) -> Iterator[slice]:
-    """Return the rows to compute at once, few enough that torch uses one thread: several could cut within a row."""
+    """Return the rows to compute at once, few enough that torch uses one thread: several threads could split a row."""
     step = max(1, rows) if torch.get_num_threads() == 1 else max(1, (_GRAIN - 1) // row_elements)
     return (slice(start, start + step) for start in range(0, rows, step))
 

@@ -70,5 +70,5 @@ class Request:
     tools: ToolUse | None = None
     """None: the request names no tools."""
     output_tokens: list[int] = field(default_factory=list)
-    """May begin with tokens that another engine has made: they count in `max_tokens`, and the request goes on after
-    them."""
+    """May begin with tokens that another engine has made: they count towards `max_tokens`, and the request goes on
+    after them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters that only grow. Metrics are the difference of two of these."""
+    """Counters that only grow. Metrics are the difference between two of these."""
 
     prompt_tokens_queried: int = 0
     """Prompt tokens of requests at their first admission."""
@@ -25,6 +25,6 @@ class SchedulerStats:
     evicted_blocks: int = 0
     """Cached blocks whose content was evicted."""
     evicted_too_soon: int = 0
-    """Of these, blocks asked for again before about four pools of others were evicted."""
+    """Of these, blocks asked for again before about four pools' worth of other blocks were evicted."""
     failed: int = 0
     """Requests dropped by a failed step."""

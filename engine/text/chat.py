@@ -59,7 +59,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt's text. `variables`: the template's own options. Raises BadRequest if that fails."""
+        """Return the prompt's text. `variables`: the template's own options. Raises BadRequest if rendering fails."""
         template = self._with_tools if tools else self._template
         try:
             return template.render(

@@ -162,7 +162,7 @@ class OpenDisk:
 def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
     """Open the tier in this folder, which is created if it does not exist.
 
-    Removes what engines of other models or versions have left, so that the folder stays within its bytes. Raises
+    Removes what engines of other models or versions have left, so that the folder stays within its limit. Raises
     OSError; BlockingIOError if another engine uses the folder.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

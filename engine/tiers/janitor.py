@@ -1,4 +1,4 @@
-"""Keeps a shared folder within its bytes: one engine at a time lists all files and removes those used least recently.
+"""Keeps a shared folder within its limit: one engine at a time lists all files and removes those used least recently.
 
 A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it has
 not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines
@@ -21,9 +21,9 @@ from engine.tiers.shared_folder import PARENT_DIGITS, TEMPORARY
 LEASE_S = 120.0
 RENEW_FILES = 1000
 TEMPORARY_S = 600.0
-"""A file that is being written for longer than this has no writer any more."""
+"""A file that has been unfinished for longer than this has no writer any more."""
 FULL, FILL = 0.95, 0.9
-"""Shares of the bytes that the folder may hold: room is made above `FULL`, down to `FILL`, so that it lasts a while."""
+"""Shares of the bytes that the folder may hold: a sweep above `FULL` removes files down to `FILL`, so few have to."""
 _LOCK = "janitor.lock"
 _GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
 _GONE = re.compile(r"gone-.*")
@@ -38,7 +38,7 @@ class Swept:
     """What one sweep found and did."""
 
     held_bytes: int
-    """Bytes that are left, of all generations."""
+    """Bytes that are left in all generations."""
     evicted: int
     abandoned: int
 

@@ -32,11 +32,11 @@ SWEEP_SHARE = 1 / 64
 """Share of the folder's bytes: an engine that has written this much checks at once. It may write as much once more if
 another engine is making room at that time."""
 RETRY_S = 1.0
-"""Seconds until an engine that has written much checks again, if another engine is making room."""
+"""Seconds before an engine that has written `SWEEP_SHARE` checks again, if another engine is making room."""
 
 
 class UpperBlocks(Protocol):
-    """The blocks of the tier above, whose KV is read and written. Raises OSError."""
+    """The blocks of the tier above, whose KV is read and written. The methods raise OSError."""
 
     @property
     def blocks(self) -> int:
@@ -100,7 +100,7 @@ class SharedCopies:
 
     def swept(self, written_before: int, left_bytes: float) -> None:
         """Take note of a sweep. `written_before`: what `written_bytes` was when it began; `left_bytes`: room in the
-        folder. The sweep may have missed what was written while it ran, so that counts once more."""
+        folder. The sweep may have missed bytes that were written while it ran, so they stay counted."""
         with self._counting:
             self.written_bytes -= written_before
             self.room_bytes = left_bytes - self.written_bytes
@@ -177,7 +177,7 @@ class OpenShared:
     """Number of resets that have not reached the folder yet. Nothing is looked up meanwhile."""
     _jobs: SimpleQueue[str] = field(default_factory=SimpleQueue)
     _again_at_s: float = 0.0
-    """Until this time of the monotonic clock, what is written asks for no sweep."""
+    """Until this time of the monotonic clock, no write asks for a sweep."""
 
     def __post_init__(self) -> None:
         self.lookups = ThreadedLookups(self.folder.leading, lambda: not self.clears)

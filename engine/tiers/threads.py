@@ -18,8 +18,8 @@ class ThreadedCopies:
     """A `CopyEngine` over a mover, with a thread for each direction that does one job after the other.
 
     `BlockCopier` bounds the jobs that wait. A thread that hangs in a copy does not stop the process from ending. All
-    that these threads do, except moving bytes, needs the interpreter's lock, for which a step may wait. So they are
-    woken, and report, once for a job of many runs.
+    that these threads do, except moving bytes, needs the interpreter's lock, and a step may have to wait for it. So
+    they are woken, and report, only once for a job of many runs.
     """
 
     def __init__(self, mover: BlockMover, name: str) -> None:
@@ -37,13 +37,13 @@ class ThreadedCopies:
             self._threads[-1].start()
 
     def tell(self, on_end: Callable[[], None] | None) -> None:
-        """Call `on_end` on a thread of the copies whenever a job has ended; None: call nothing."""
+        """Call `on_end` on one of the copying threads whenever a job has ended; None: call nothing."""
         self._on_end = on_end
 
     def start(self, job: Sequence[BlockRun]) -> RunningJob:
         """See `CopyEngine.start`. Raises CopyError after `close`."""
         if self._is_closed:
-            raise CopyError("the engine stops")
+            raise CopyError("the engine is stopping")
         begun = _Job(job)
         self._queues[job[0].direction].put(begun)
         return begun
@@ -85,7 +85,7 @@ class ThreadedCopies:
 class _Job:
     runs: Sequence[BlockRun]
     outcome: EndedJob | None = None
-    """Set once, by the thread of the copies."""
+    """Set once, by the copying thread."""
 
     def ended(self) -> EndedJob | None:
         """See `RunningJob.ended`."""

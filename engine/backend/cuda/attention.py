@@ -25,7 +25,7 @@ class AttentionKernels(Protocol):
         may be captured in a CUDA graph."""
 
     def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
-        """Attend for chunks of prompts. `tensors` is the prefill of the step begun."""
+        """Attend for chunks of prompts. `tensors` is the prefill part of the step given to `begin`."""
 
     def decode(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: DecodeTensors) -> None:
         """Attend for one row of each sequence, on a fixed grid that may be captured. Padding rows become 0."""
@@ -35,7 +35,7 @@ class TritonAttention:
     """See `AttentionKernels`. All calls share one scratch of each kind, so they must be on one stream."""
 
     def __init__(self, config: ModelConfig, *, rows: int, tokens: int, device: torch.device) -> None:
-        """For decode steps of up to `rows` rows with tables of up to `tokens` tokens."""
+        """Allocate scratch for decode steps of up to `rows` rows with tables of up to `tokens` tokens."""
         self._windows = config.windows
         self._scale = config.head_dim**-0.5
         self._scratch = decode_scratch(rows, tokens, config.heads, config.head_dim, device)

@@ -12,7 +12,7 @@ def import_redis() -> None:
     """Import redis-py without the SDK.
 
     If the SDK is installed, redis-py imports it for its own metrics, which are not used here. That takes a twentieth of
-    a program's start. If the import fails, redis-py works without it.
+    a program's start-up time. If the import fails, redis-py works without it.
     """
     if "redis" in sys.modules or _METRICS in sys.modules:
         return

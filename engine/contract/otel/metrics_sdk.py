@@ -50,7 +50,7 @@ class MetricExport:
         try:
             self._exporter = _exporter(protocol)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"metrics cannot be sent as the OTEL_* variables ask for: {error}") from None
+            raise ConfigError(f"metrics cannot be sent as the OTEL_* variables ask: {error}") from None
 
     def send(self, families: Iterable[Family], at_ns: int) -> None:
         """Send the metrics' values at `at_ns` (nanoseconds since 1970). The SDK logs a failure."""

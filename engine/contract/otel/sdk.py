@@ -38,14 +38,14 @@ class SpanExport:
         """Does not connect yet. Raises ConfigError if a variable that the SDK reads has a bad value, or if a package is
         missing."""
         self._ids = _GivenIds()
-        # The sampling decision was made when the request came, so every span here is sent.
+        # The sampling decision was made when the request arrived, so every span here is sent.
         self._provider = TracerProvider(
             sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
         try:
             self._provider.add_span_processor(BatchSpanProcessor(_exporter(protocol)))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"traces cannot be sent as the OTEL_* variables ask for: {error}") from None
+            raise ConfigError(f"traces cannot be sent as the OTEL_* variables ask: {error}") from None
         self._tracer = self._provider.get_tracer("warmroute", package_version())
 
     def __call__(self, span: Span) -> None:
@@ -123,8 +123,8 @@ def package_version() -> str:
 
 
 def resource_of(service: str, instance: str) -> Resource:
-    """Return the sender's attributes: `service`, `instance` and `OTEL_RESOURCE_ATTRIBUTES`, which override all except
-    the service's name."""
+    """Return the sender's attributes: `service`, `instance` and `OTEL_RESOURCE_ATTRIBUTES`. The variable overrides all
+    except the service's name."""
     said = OTELResourceDetector().detect().attributes
     own = {"service.instance.id": instance, "service.version": package_version()}
     own = {key: value for key, value in own.items() if value and key not in said}
