@@ -249,7 +249,7 @@ class Fleet:
     def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
         """Return whether enough pods are left for each of the pod's models if the pod is ejected.
 
-        Something between the gateway and the pods may cut every stream at some age, and not every stream can be resumed.
+        Something between the gateway and the pods may cut every stream at some age, and not all streams can be resumed.
         So after a broken stream (`is_begun`), other pods that recently broke one count as lost already.
         """
         now_s = asyncio.get_running_loop().time()
