@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 32_768
 """Requests whose blocks may still come, over all pods. The oldest is given up first."""
 SETTLE_S = 1.0
-"""Seconds after a request's answer by which its events have come, if there are any."""
+"""Seconds after a request's answer within which its events come, if there are any."""
 SILENT_AFTER = 32
 """An engine counts as too old if it stored this many blocks and named a session for none of them."""
 _PIECE_KEYS = 2_048
@@ -185,8 +185,8 @@ class EventFeed:
         return pod is not None and pod.is_flowing and pod.has_sessions
 
     def accounts_for(self, pod_id: PodId) -> bool:
-        """Return whether only events may change what the index has of the pod. This is so if they say what the pod
-        holds, or if they entered some of it, because they are not sent again."""
+        """Return whether only events may change what the index has of the pod. This is so if events say what
+        the pod holds, or have already entered some of it: if that were lost, no event would bring it back."""
         pod = self._pods.get(pod_id)
         return pod is not None and (pod.blocks is not None or self.reports(pod_id))
 

@@ -30,7 +30,7 @@ EARLY_S = 1e-6
 LONGEST_UNPROBED_S = 60.0
 """Every pod is probed this often, whatever else shows that it runs: only a probe shows which models it serves."""
 MAX_SEEN_MODELS = 1024
-"""Each model is a time series, and requests for it are answered 503, not 404. The oldest models that are neither served
+"""Each model has a time series; requests for it are answered 503, not 404. The oldest models that are neither served
 nor expected are forgotten."""
 MOST_EJECTED = 0.5
 """Share of a model's pods that may be out for failing requests. If more seem broken, the fault more likely lies with
@@ -249,8 +249,8 @@ class Fleet:
     def _can_spare(self, pod: Pod, *, is_begun: bool) -> bool:
         """Return whether enough pods are left for each of the pod's models if the pod is ejected.
 
-        A broken stream (`is_begun`) gets no second attempt, so the other pods' streams decide: a pod that broke one
-        lately counts as lost already. Something between the gateway and the pods may cut every stream at some age.
+        Something between the gateway and the pods may cut every stream at some age, and not all streams can be resumed.
+        So after a broken stream (`is_begun`), other pods that recently broke one count as lost already.
         """
         now_s = asyncio.get_running_loop().time()
         for model in pod.identity.models:

@@ -22,7 +22,7 @@ SHOWN_NAMES = 10
 class KubernetesDiscovery:
     """The pods of one API. `connect` returns that API with fresh credentials; `port`: see `PodTable`.
 
-    `annotations` count for pods without their own, `key` is what their engines get, `name` is for the log.
+    `annotations` count for pods without their own, `key` names the key that their engines get, `name` is for the log.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from router.routing.types import PodId
 def sources(members: Iterable[Member], settings: GatewaySettings) -> Mapping[PodId, Source]:
     """Return the source of every identified pod that is known to publish KV events.
 
-    An engine whose several ranks are one target here is left out: a request cannot choose the rank that has a block.
+    An engine with several ranks behind one target is left out: a request cannot choose the rank that has a block.
     """
     found: dict[PodId, Source] = {}
     if not settings.kv_events:

@@ -14,7 +14,7 @@ from router.gateway.waiting import WaitingRoom
 from router.routing.types import PodId
 
 LACK_TTL_S = 60.0
-"""For this time a pod that does not know a path gets no request to it. Later it may run another release."""
+"""For this time a pod that does not know a path gets no requests for that path. Later it may run another release."""
 MAX_LACKS = 4096
 """Most pairs of pod and path that are remembered, including paths that clients invent."""
 _NONE: frozenset[PodId] = frozenset()
@@ -63,7 +63,7 @@ class Reach:
     ) -> Set[PodId]:
         """Wait until a pod may take the request, and return the pods to avoid. `on_wait`: see `WaitingRoom`.
 
-        Raises NoSuchPath, and as `WaitingRoom.place`.
+        Raises NoSuchPath, and what `WaitingRoom.place` raises.
         """
         if inbound.only is not None:
             return self._all_but(inbound, inbound.only)
@@ -85,7 +85,7 @@ class Reach:
         others = {pod.pod_id for pod in self._fleet.pods(inbound.model)}
         if pod_id not in others:
             raise Unavailable(
-                "the engine that has the conversation takes no requests any more: try again, or send all of it",
+                "the engine with the conversation takes no more requests: try again, or send the whole conversation",
                 code="no_engine",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -100,7 +100,7 @@ class Reach:
             del self._lacks[next(iter(self._lacks))]
 
     def lacking(self, inbound: Inbound) -> Set[PodId]:
-        """Return the pods that lately did not know the path."""
+        """Return the pods that recently did not know the path."""
         if not self._lacks:
             return _NONE
         now_s = self._clock()

@@ -29,8 +29,8 @@ HELD_BYTES = 2**18
 LAST_WORD_S = 1.0
 """Seconds that a client may take to accept the error event that ends a broken stream."""
 EARLY_CHUNKS = 8
-"""An answer given up before its first token ends within this many chunks. Later chunks are searched only for `[DONE]`,
-which is cheaper."""
+"""If an answer is given up before its first token, it has at most this many chunks. Later chunks are only checked for
+`[DONE]` at their end, which is cheaper."""
 PIECE_BYTES = 2**14
 """Bytes of a whole answer that the client has to take within each idle timeout."""
 SMALL_BYTES = 2**15
@@ -49,7 +49,7 @@ _SEAM_BYTES = 3
 
 
 class UpstreamBroke(Exception):
-    """The engine's stream ended wrongly (BROKEN), or went silent (SILENT), after its first byte."""
+    """The engine's stream ended wrongly, was given up, or went silent, after its first byte: `outcome` says which."""
 
     def __init__(self, message: str, outcome: Outcome, detail: str | None = None, said: bytes = b"") -> None:
         """`detail`: for logs; may name the engine's address. `said`: the engine's own error event, not sent yet."""
@@ -121,7 +121,7 @@ class Relay:
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
         """Send the first `chunk` and all that follows, to the end. `on_first_sent` is called once `chunk` is sent.
 
-        An event that reports the engine's failure, or that the engine gave up, is not sent: it raises UpstreamBroke.
+        An event that says that the engine failed or gave up is not sent. Then UpstreamBroke is raised.
         Also raises ClientStalled, or ConnectionError if the client is gone.
         """
         loop = asyncio.get_running_loop()
@@ -195,7 +195,7 @@ class Relay:
         )
 
     async def _until_cut(self, chunk: bytes) -> bytes:
-        """Return the part of `chunk` still to be sent. Raises UpstreamBroke if an answer ends in it that was given up.
+        """Return the part of `chunk` still to be sent. Raises UpstreamBroke if an answer that was given up ends in it.
 
         Without a record this cannot be known: the finish reason may be further back than the tail.
         """
@@ -269,7 +269,7 @@ class Relay:
 
 
 async def send_whole(request: web.Request, answer: web.Response, *, idle_s: float, deadline_s: float) -> None:
-    """Send `answer`, and wait until nothing of it is left in this process.
+    """Send `answer`, and wait until none of it is left in this process.
 
     The client has `idle_s` for each piece. For all of them it has until `deadline_s`, but at least `idle_s`.
     Raises ClientStalled, or ConnectionError if the client is gone.

@@ -18,7 +18,8 @@ from router.gateway.exchange import Exchange
 from router.gateway.inbound import Inbound
 
 MULTIPLE = "gateway"
-"""Session of a request with several prompts, since the blocks of any other session count as those of one prompt."""
+"""Session of every request with several prompts. The feed ignores it, since the blocks of any other session count as
+those of one prompt."""
 
 
 class Sessions:

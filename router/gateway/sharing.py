@@ -1,4 +1,4 @@
-"""Set up what gateways share about pods that publish nothing, or its replacement without Redis."""
+"""Set up what gateways share about pods that publish nothing, or a stand-in if there is no Redis."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def new_notebook(name: str, stride: int) -> Notebook:
 
 
 class Sharing:
-    """Shares with other gateways by Redis. Needs a running loop. The caller runs the work that `start` returns."""
+    """Shares with other gateways through Redis. Needs a running loop. The caller runs the work that `start` returns."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ _ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 class Stored:
-    """Answers requests for one response. They compute nothing, so they do not queue or count on a tenant's limits."""
+    """Answers requests for one response. They compute nothing, so they skip queues and tenants' limits."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Opened:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome by the answer's status and by the error texts of known engines."""
+        """The outcome that the answer's status and the error texts of known engines show."""
         status = self.response.status
         outcome = of_status(status, says_when=status >= 300 and "Retry-After" in self.response.headers)
         if status >= 500:
@@ -172,7 +172,7 @@ async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[byt
 
 
 async def _error(response: Answer, keep: Callable[[int], bool]) -> bytes:
-    """Return the body of an error, to its end. Raises PodFailed if there is no room for it."""
+    """Return the whole body of an error. Raises PodFailed if there is no room for it."""
     chunks = []
     size = 0
     while chunk := await response.readany():

@@ -1,4 +1,4 @@
-"""A gateway at one moment, for the page and `top`: pods, hot prefixes, queues and shadow policies. JSON values.
+"""A gateway at one moment, as JSON values for the page and `top`: pods, hot prefixes, queues and shadow policies.
 
 The size is bounded for any fleet and traffic: if there are many pods, it has those in trouble and the busiest.
 """

@@ -171,7 +171,7 @@ class FairQueue:
         return min(meant, key=lambda flow: (flow.tag, flow.first().number)).first()
 
     def expired(self, now_s: float) -> list[Waiting]:
-        """Remove and return the requests whose deadline is over."""
+        """Remove and return the requests whose deadline has passed."""
         flows = [flow for level in self._levels.values() for flow in level.flows.values()]
         gone = [request for flow in flows for request in flow.expired(now_s)]
         for request in gone:

@@ -25,7 +25,7 @@ class Rings:
     def __init__(self) -> None:
         self._rings: dict[frozenset[tuple[PodId, float]], HashRing] = {}
         self._wide: tuple[PodTable, Floats, HashRing] | None = None
-        """The table a ring was last asked for, its weights then, and the ring."""
+        """The table for which a ring was last needed, its weights then, and the ring."""
 
     def owner(self, key: PrefixKey, pods: Sequence[PodView]) -> PodId:
         """The first pod at or after `key` on the ring."""
