@@ -23,6 +23,8 @@ from loadgen.output.units import MISSING, clipped, count, duration, milliseconds
 
 LINE_EVERY_S = 5.0
 REFRESH_PER_S = 2
+_KINDS_TOLD, _DETAIL_CHARS = 8, 300
+"""Kinds of failure that are reported while arms run, and the characters of each message."""
 _SMALLEST_S, _GROWTH, _BUCKETS = 1e-4, 1.02, 1000
 """Buckets 2 % wide from 0.1 ms to 11 hours."""
 
@@ -160,6 +162,12 @@ class _Shown:
         self._clock = clock
         self._arms: dict[str, ArmState] = {}
         self._current: ArmState | None = None
+        self._told: set[str] = set()
+        """The kinds of failure that were reported."""
+
+    def note(self, text: str) -> None:
+        """Print a line, above the table if there is one."""
+        self._console.print(Text(text), soft_wrap=True)
 
     def arm_started(self, name: str, planned: int | None) -> None:
         """Begin an arm, or its next block."""
@@ -170,6 +178,10 @@ class _Shown:
         """Count a request of the current arm that ended."""
         if self._current:
             self._current.add(record)
+            if record.failure is not None and record.failure not in self._told and len(self._told) < _KINDS_TOLD:
+                self._told.add(record.failure)
+                why = f": {clipped(' '.join(record.detail.split()), _DETAIL_CHARS)}" if record.detail else ""
+                self.note(f"{self._current.name}: a request failed, {record.failure}{why}")
 
     def progress(self, sent: int, completed: int, failed: int) -> None:
         """Set the totals of the current block."""
@@ -198,10 +210,6 @@ class LiveTable(_Shown):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
-
-    def note(self, text: str) -> None:
-        """Print a line above the table."""
-        self._console.print(Text(text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table with as many columns as fit the terminal."""
@@ -247,10 +255,6 @@ class PlainLines(_Shown):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Do nothing; there is nothing to restore."""
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-        self._console.print(Text(text), soft_wrap=True)
 
     def arm_started(self, name: str, planned: int | None) -> None:
         """Begin an arm, or its next block."""

@@ -24,7 +24,7 @@ class Clock:
         return self.now_s
 
 
-def record(ttft_s: float = 0.2, failure: str | None = None, lag_s: float = 0.001) -> RequestRecord:
+def record(ttft_s: float = 0.2, failure: str | None = None, lag_s: float = 0.001, detail: str = "") -> RequestRecord:
     return RequestRecord(
         session=0,
         turn=0,
@@ -38,6 +38,7 @@ def record(ttft_s: float = 0.2, failure: str | None = None, lag_s: float = 0.001
         output_tokens=10,
         has_usage=True,
         failure=failure,
+        detail=detail,
     )
 
 
@@ -144,9 +145,9 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
             progress.request_ended(record(failure="timeout" if i == 3 else None))
         progress.arm_ended()
     lines = shown(console).splitlines()
-    assert lines[0] == "[bold]starting[/bold]"
-    assert len(lines) == 1 + 3 + 1
-    assert lines[1].startswith("a: 9/30 done, 1 failed, 2.0 req/s, TTFT mean 200 ms p99 ")
+    assert lines[:2] == ["[bold]starting[/bold]", "a: a request failed, timeout"]
+    assert len(lines) == 2 + 3 + 1
+    assert lines[2].startswith("a: 9/30 done, 1 failed, 2.0 req/s, TTFT mean 200 ms p99 ")
     assert lines[-1].startswith("a ended: 29/30 done, 1 failed")
 
 
@@ -216,3 +217,23 @@ def test_calls_without_an_arm_are_not_shown_and_counted_for_none() -> None:
         progress.arm_ended()
     (line,) = shown(console).splitlines()
     assert line.startswith("a ended: 1/3 done")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_first_failure_of_each_kind_says_why(terminal: bool) -> None:
+    """Somebody who sees failed requests wants to know why before the run ends, or without its end."""
+    console = screen(400, terminal)
+    with open_progress(console) as progress:
+        progress.arm_started("a", 9)
+        for number in range(3):
+            progress.request_ended(record(failure="http 429", detail=f"every engine\nis busy {number}"))
+        progress.request_ended(record(failure="timeout"))
+        progress.arm_started("b", 90)
+        for number in range(90):
+            progress.request_ended(record(failure=f"kind {number % 30}", detail="x" * 5000))
+    text = shown(console)
+    assert text.count("a request failed, http 429: every engine is busy 0") == 1
+    assert "is busy 1" not in text
+    assert text.count("a: a request failed, timeout") == 1
+    assert text.count("b: a request failed, kind") == 6, "eight kinds are enough"
+    assert "x" * 400 not in text
