@@ -11,7 +11,7 @@ from loadgen.measure.validity import MAX_LAG_SHARE
 from loadgen.result.model import Arm, Summary
 
 MANY_DUPLICATES = 0.01
-"""Share of prompts sent a second time, whole, above which the report mentions it."""
+"""The report mentions duplicates if more than this share of the requests send a prompt that was sent before."""
 _MORE_SESSIONS = "Fewer --sessions make more rounds, unless --reuse-prompts sends one pool in all of them."
 
 
@@ -134,7 +134,7 @@ def _without_pods(arms: Sequence[Arm]) -> str:
 
 
 def _late(arms: Sequence[Arm]) -> str:
-    """Name the arms whose figures include the generator's lag although their claim stands."""
+    """Name the arms whose figures include the generator's lag although the comparison stands."""
     found = [(arm.name, arm.summary.validity) for arm in arms if arm.summary.validity.valid]
     late = [
         f"{one.lag_share:.1%} of the {one.lag_share_of} TTFT in {name}"

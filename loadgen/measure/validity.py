@@ -20,7 +20,7 @@ _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 def in_words(found: Mapping[str, Validity]) -> str:
     """Return why runs are not reliable, by name, as one line that begins with INVALID; empty if all are valid."""
-    reasons = [f"in {name} {reason}" for name, one in found.items() for reason in one.reasons or ("it is marked so",)
+    reasons = [f"in {name} {reason}" for name, one in found.items() for reason in one.reasons or ("the result says so",)
                if not one.valid]  # fmt: skip
     if not reasons:
         return ""
@@ -31,8 +31,8 @@ def in_words(found: Mapping[str, Validity]) -> str:
 def validity(columns: Columns, *, is_compared: bool = False) -> Validity:
     """Return every reason why the numbers are not reliable.
 
-    The lag is compared with each figure of the TTFT. If the arm `is_compared`, its own figures are not the claim. Then
-    the lag is only reported, and the comparison judges it (`loadgen.experiment.lateness`).
+    The lag is compared with each figure of the TTFT. An arm that `is_compared` makes no claim of its own: its lag is
+    only reported, and the comparison judges it (`loadgen.experiment.lateness`).
     """
     reasons = []
     failed = len(columns) - int(columns.completed.sum())
@@ -62,7 +62,7 @@ def validity(columns: Columns, *, is_compared: bool = False) -> Validity:
 
 
 def lag_share(ttft_s: Floats, lag_s: Floats) -> tuple[str, float]:
-    """Return the figure of the TTFT that the lag changes most, and the share of the figure that lag may be.
+    """Return the figure of the TTFT that the lag changes most, and how much of that figure may be lag, as a share.
 
     `ttft_s` counts from the intended send time, so each request's lag is a part of its TTFT. The effect of lag on a
     figure is the figure's loss when every request's lag is subtracted. That holds for means and for percentiles.

@@ -1,4 +1,4 @@
-"""Workloads by name: their flags, and the chosen one. A flag that the workload does not have is an error."""
+"""Workloads by name: their flags, and building the chosen one. A flag that the workload does not have is an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class WorkloadSettings(Settings):
     shared_tokens: int | None = _flag("shared_tokens", "instructions that all agents share, tokens", ge=1)
     task_tokens: int | None = _flag("task_tokens", "an agent's task, tokens", ge=1)
     agent_turns: int | None = _flag("agent_turns", "mean number of requests of an agent", ge=1, le=10_000)
-    result_tokens: int | None = _flag("result_tokens", "mean result of a tool, tokens", ge=1)
+    result_tokens: int | None = _flag("result_tokens", "mean length of a tool's result, tokens", ge=1)
     tool_s: float | None = _flag("tool_s", "mean seconds that a tool takes", ge=0)
 
     documents: int | None = _flag("documents", "number of documents", ge=1, le=100_000)
@@ -107,8 +107,8 @@ class WorkloadSettings(Settings):
     dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
     dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
     sharegpt_output_len: int | None = _flag("sharegpt_output_len", "length of answers, tokens; 0: as recorded", ge=0)
-    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests of the same time until the next time")
-    speedup: float | None = _flag("speedup", "factor by which the trace's own times pass faster", gt=0)
+    jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests with equal times up to the next time")
+    speedup: float | None = _flag("speedup", "factor by which the trace is played faster", gt=0)
 
     @field_validator("workload")
     @classmethod
@@ -176,7 +176,7 @@ def build_workload(settings: WorkloadSettings) -> Workload:
 
 
 def distinct_rounds(settings: WorkloadSettings, workload: Workload, sessions: int) -> int | None:
-    """Return the rounds of `sessions` (0: all) that a data set has without repeats; None: no data set."""
+    """Return how many rounds of `sessions` (0: all) a data set has without repeats; None: no data set."""
     if not KINDS[settings.workload].reads_file:
         return None
     if workload.length is None:  # one pool of --reuse-prompts, whatever the seed

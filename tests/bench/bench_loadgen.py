@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_loadgen [--rate 1000] [--memory-requests 200000]
 
-The server is `mock_engine.py`, its own process on another core. Prompts have about 8 KB, most of it shared. The bare
-client is aiohttp's with the same prompts, schedule and events: the cost of a generator written on aiohttp.
+The server is `mock_engine.py`, a process of its own on another core. Prompts have about 8 KB, most of it shared. The
+bare client is aiohttp's with the same prompts, schedule and events: it shows what a generator built on aiohttp costs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The value of keeping conversations while a tool runs, because clients ask for it or for a pause that was learnt.
+"""The value of keeping conversations while a tool runs: as clients ask, or for a time learnt from earlier pauses.
 
     python -m tests.bench.bench_retention [--workload agentic] [--eviction lru lfu] [--one-off 0 1] [--share 0.5]
         [--regenerate 0.1]
 
-One emulated pod (h100-8b) in virtual time serves the load generator's agents together with one-off prompts, `--one-off`
-of them for each request of an agent. `none`: nothing is kept. `asked`: each request of an agent marks its whole prompt
-for five minutes. `learnt`: each request says that it has tools, and brings a tool's result. Hit rates and TTFTs (in
-seconds) are those of agents' prompts.
+One emulated pod (h100-8b) in virtual time serves the load generator's agents and, for each request of an agent,
+`--one-off` prompts that come only once. `none`: nothing is kept. `asked`: each request of an agent marks its whole
+prompt for five minutes. `learnt`: each request says that it has tools, and brings a tool's result. Hit rates and TTFTs
+(in seconds) are those of agents' prompts.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def later(seq: int) -> bytes:
 
 
 async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisServer) -> None:
-    """In the stream and as a snapshot; the pod counts as one that publishes nothing, the others are not affected."""
+    """This holds for stream and snapshot. The pod counts as one that publishes nothing; the others are not affected."""
     known, newer = FakeEngine(redis_server, "known", epoch=1), FakeEngine(redis_server, "newer", epoch=1)
     with redis.Redis.from_url(redis_server.url) as client:
         client.set(snapshot_key(MODEL, newer.pod), later(1), ex=60)

@@ -53,7 +53,7 @@ def test_sum_and_norm(rows: int, columns: int, dtype: torch.dtype, in_place: boo
 
 
 def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
-    """Rounding once at the end, not also before the weight, would change more than one result in ten."""
+    """Rounding once at the end, not also before the weight is applied, would change more than one result in ten."""
     x, weight = (random(*shape, dtype=torch.float16, device=device) for shape in ((8, 512), (512,)))
     out = torch.full_like(x, torch.nan)
     rms_norm(x, weight, EPS, out)

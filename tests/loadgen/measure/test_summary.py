@@ -129,7 +129,7 @@ def test_a_late_generator_makes_a_run_invalid() -> None:
     assert not late.validity.valid
     assert "load generator was late by 3.0 ms on average" in late.validity.reasons[0]
     queued = summarise(made_run([request(i, sent_s=0.006, ttft_s=0.1, queued_s=0.004) for i in range(10)]))
-    assert queued.validity.valid, "waiting for a requested cap is not lag"
+    assert queued.validity.valid, "waiting because of a requested cap is not lag"
     assert queued.ttft.mean_ms == pytest.approx(100), "but the user waits"
 
 
@@ -236,7 +236,7 @@ def test_percentiles_asked_for_and_plots_left_out() -> None:
 
 
 def test_a_hundred_thousand_requests_take_moments() -> None:
-    """All computation is vectorised: in pure Python it exceeds the generous limit on any machine."""
+    """All computation is vectorised: in pure Python it would exceed the generous limit on any machine."""
     sample = records_of([request(i, intended_s=i / 100, pod=f"pod-{i % 8}", prompt_hash=i + 1) for i in range(1000)])
     from loadgen.measure.records import Records
 

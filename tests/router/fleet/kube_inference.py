@@ -54,7 +54,7 @@ def objective(name: str, priority: Any, pool: str = POOL, **ref: Any) -> Json:
 
 @dataclass
 class ScriptedCluster:
-    """`pods`: the pods' servers, by the selector in the query."""
+    """`pods`: the API servers that list pods, by the selector in the query."""
 
     pools: ScriptedApi = field(
         default_factory=lambda: ScriptedApi(("fieldSelector", f"metadata.name={POOL}"), "InferencePoolList")
@@ -65,7 +65,7 @@ class ScriptedCluster:
     pods: dict[str, ScriptedApi] = field(default_factory=dict)
 
     def of(self, selector: str = SELECTOR) -> ScriptedApi:
-        """Return the server of the pods with these labels."""
+        """Return the API server that lists the pods with these labels."""
         return self.pods.setdefault(selector, ScriptedApi(("labelSelector", selector)))
 
     async def _pods(self, request: web.Request) -> web.StreamResponse:
@@ -100,7 +100,7 @@ def flags(config: str, *more: str) -> GatewaySettings:
 
 
 class Seen:
-    """The last set of a discovery."""
+    """The sets that a discovery has yielded."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.discovery = make_discovery(settings)

@@ -207,7 +207,7 @@ async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subp
 
 @needs_envoy
 async def test_a_picker_that_is_killed_under_load_and_comes_back(tmp_path: Path, unused_tcp_port: int) -> None:
-    """While it is down requests fail, or go to any engine if Envoy is set to fail open; none hangs."""
+    """While it is down, requests fail, or go to any engine if Envoy is set to fail open; none hangs."""
     pods = [ScriptedEngine(name, WHOLE) for name in "ab"]
     async with contextlib.AsyncExitStack() as stack:
         for pod in pods:

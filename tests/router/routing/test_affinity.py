@@ -24,7 +24,7 @@ def shares() -> TrafficShares:
 
 
 def keys(name: int, count: int = 4) -> tuple[PrefixKey, ...]:
-    """Return the common first key of all requests and a chain of keys of its own."""
+    """Return the first key, which all requests share, and a chain of keys that only `name` has."""
     return (FIRST, *(PrefixKey(1000 * name + i) for i in range(2, 2 + count)))
 
 
@@ -178,7 +178,7 @@ def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
 
 
 def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> None:
-    """Sixteen system prompts, each worth half a pod: most stay where the first request went, a few even the load."""
+    """Sixteen system prompts, each worth half a pod: most stay on their first pod, a few spread to balance the load."""
     policy, rng = groups_policy(), random.Random(3)
     held: dict[int, set[int]] = {name: set() for name in range(16)}
     latest: deque[int] = deque(maxlen=16)
@@ -208,7 +208,7 @@ def test_a_group_without_a_pod_left_gives_way() -> None:
 
 
 def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: float, turns: int = 6) -> list[PodId]:
-    """Return the pods of 1,000 sessions' requests in order; a session's turn finds what its last turn left."""
+    """Return the pods of 1,000 sessions' requests in order; a session's turn finds what its previous turn left."""
     rng, chosen, at_s = random.Random(3), list[PodId](), 0.0
     held: dict[int, PodId] = {}
     sessions = deque(range(1000))
