@@ -298,8 +298,8 @@ class Scraper:
             self._fleet.learnt(pod, replace(pod.facts, kv_event_ports=ports, kv_replay_ports=replay_ports))
 
     def _page_url(self, reading: _Reading) -> str:
-        """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and takes the names to
-        write. Without the slash, another library answers and writes all lines."""
+        """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and accepts the names
+        to write. Without the slash, another library answers and writes all lines."""
         url = URL(reading.member.url)
         if self._port is not None:
             url = url.with_port(self._port)

@@ -63,7 +63,7 @@ class Admin:
         self._bodies = bodies
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Return every pod's score for the request in the body, which goes to no engine.
+        """Return every pod's score for the request in the body. The request goes to no engine.
 
         The header TENANT names the request's tenant, whose salt and named caches apply. Raises ApiError.
         """

@@ -31,7 +31,7 @@ from router.gateway.keys import OPEN_PATHS
 log = logging.getLogger(__name__)
 
 EXTRA = 64
-"""Connections beyond the bound that are read, for OPEN_PATHS and to get a 503; any more are closed at once."""
+"""Connections beyond the bound that get an answer: a 503, except at OPEN_PATHS. Any more are closed at once."""
 SPARE_DESCRIPTORS = 16
 """The last free descriptors: once only these are left, new clients are refused."""
 OWN_DESCRIPTORS = 128

@@ -30,7 +30,7 @@ LONGEST_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait for that at all."""
+    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait in that case."""
 
     queue_s: float
     activation_s: float

@@ -25,7 +25,7 @@ _FASTEST_TOKEN_S = 1e-7
 _SIZE_ANSWERS = 50
 """About this many answers of each size count: cached prompts must not wipe out what is known of long prompts."""
 _LEVEL_ANSWERS = 20
-"""About this many answers count in the level, and two more for each pod: it follows a machine that the pods share."""
+"""About this many answers count in the level, and two more for each pod: the level follows a machine they share."""
 _PRIOR_WEIGHT = 0.01
 _PRIOR_TOKENS = 2000.0
 """The prior counts as two requests: one of no tokens, one of this many."""
