@@ -87,7 +87,7 @@ class _Reading:
         self.has_begun = asyncio.Event()
         """Set when the first request for a page has ended, with or without an answer."""
         self.has_told_ranks = False
-        """Whether it said how many ranks it has: then its pages need not tell them apart."""
+        """Whether it said how many ranks it has. If so, its pages need not tell the ranks apart."""
         self.ranks: Ranks | None = None
         """The ranks on the last page; None: no page yet."""
         self.said: str | None = None

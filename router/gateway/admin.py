@@ -144,7 +144,7 @@ class Admin:
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
-        """Return why the engine did not empty its cache if another attempt may succeed; empty if it did.
+        """Return an empty text if the engine emptied its cache, or why it did not, if another attempt may succeed.
 
         Raises aiohttp.ClientError, also for a status of 300 or more.
         """

@@ -117,7 +117,7 @@ class Answer:
             self._waiter = None
 
     async def readany(self) -> bytes:
-        """Return what has come of the body; empty at its end.
+        """Return the part of the body that has come; empty at its end.
 
         Raises BrokeOff, or TimeoutError at the deadline, after all that came before has been read.
         """

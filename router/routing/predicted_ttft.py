@@ -26,7 +26,7 @@ from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed
 _TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill are equal, because no prediction of a queue is better. The
 prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
-would be seconds, which is no error of prediction."""
+prefill would be seconds, far more than a prediction errs."""
 _UNSHARED_TIE_SHARE = 1.2
 """The same share for traffic that shares nothing: even arrivals at each pod are then worth more than a short queue."""
 _SHARED = 0.1

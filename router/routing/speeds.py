@@ -117,7 +117,7 @@ class SpeedPool:
         self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
         """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like a fixed time of
-        each request, which does not make a queue longer."""
+        each request, and the latter does not make a queue longer."""
         self.overhead_s = 0.0
         """Fixed seconds of each request: its share of steps, and the engine's work before and after."""
         self.observations = 0
