@@ -273,7 +273,7 @@ class GreedyDual:
         if count > self._count:
             raise IndexError("fewer blocks are idle")
         # This runs for each block that a request takes from a full pool, so even one call or one new heap entry
-        # would cost. A chain goes from its end, so the next block is usually the parent of the last. It needs no entry.
+        # shows. A chain goes from its end, so the next block is usually the parent of the last. It needs no entry.
         heap, worths, turns, parents, children = self._heap, self._worth, self._turns, self._parents, self._children
         floor, block, worth, blocks = self._floor, _NONE, 0, []
         for _ in range(count):

@@ -40,8 +40,8 @@ EXTRA_HEAD_S = 1.0
 LINGER_S = 5.0
 """Seconds for which a refused body is read and dropped, so that the client gets to see the answer."""
 LEAST_DROPPED_BYTES = 2**20
-"""At least this many bytes of a refused body are dropped, however low the bound on bodies is. A client may send that many
-before it sees the answer."""
+"""At least this many bytes of a refused body are dropped, however low the bound on bodies is. A client may send that
+many before it sees the answer."""
 CLOSING_S = 5.0
 """Seconds in which the client may take the rest of its last answer before the connection is cut."""
 LONGEST_LOOK_S = 0.5
