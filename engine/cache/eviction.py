@@ -53,7 +53,7 @@ class EvictionOrder(Protocol):
         ...
 
     def add(self, blocks: Iterable[int], uses: Sequence[int]) -> None:
-        """Add blocks that have become idle, in this order: a block after all indexed blocks that follow it.
+        """Add blocks that have become idle, in this order: a block comes after all indexed blocks that follow it.
 
         `uses`: by block, the number of requests that shared its content.
         """
@@ -71,7 +71,7 @@ class EvictionOrder(Protocol):
         ...
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Take out blocks that are used again: a block after those that precede it in its chain."""
+        """Take out blocks that are used again: a block comes after those that precede it in its chain."""
         ...
 
     def take(self, count: int) -> list[int]:
@@ -272,8 +272,8 @@ class GreedyDual:
         """See `EvictionOrder.take`."""
         if count > self._count:
             raise IndexError("fewer blocks are idle")
-        # This runs for each block that a request takes from a full pool, so even a call or a new entry would show. A
-        # chain goes from its end: the next block to go is usually the parent of the last one, which needs no entry.
+        # This runs for each block that a request takes from a full pool, so even one call or one new heap entry
+        # shows. A chain goes from its end, so the next block is usually the parent of the last. It needs no entry.
         heap, worths, turns, parents, children = self._heap, self._worth, self._turns, self._parents, self._children
         floor, block, worth, blocks = self._floor, _NONE, 0, []
         for _ in range(count):

@@ -53,8 +53,8 @@ class EvictedLately:
         chain.
 
         All digests up to the last known one count: a block is evicted before the blocks that it follows, so the blocks
-        before a known one were evicted after it. They get the uses of the next known one, which had no more than they
-        had. The search ends after a few unknown digests in a row.
+        before a known one were evicted after it. They get the uses of the next known one, since they had at least as
+        many. The search ends after a few unknown digests in a row.
         """
         slots, mask = self._slots, self._mask
         known, uses = start, bytearray()

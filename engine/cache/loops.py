@@ -10,10 +10,10 @@ from __future__ import annotations
 LOST_SHARE = 2 / 3
 """Traffic is a loop if more than this share of the blocks asked for was evicted recently, in prompts with at most one
 new block. In a loop nearly all blocks were, even if its prompts have the first quarter of their length in common.
-Conversations that come in turn bring new blocks, and do not count: blocks spared for one that ends are lost to
-others, and the bench's agents then hit less."""
+Conversations that come in turn bring new blocks, and do not count: blocks spared for a conversation that ends
+are lost to others, and the bench's agents then hit less."""
 SPARED_SHARE = 3 / 4
-"""The most of the pool that is spared. While a loop of `n` pools goes past, the rest of the pool turns over
+"""The largest share of the pool that is spared. While a loop of `n` pools goes past, the rest of the pool turns over
 `(n - share) / (1 - share)` times. What is spared outlasts 15 turnovers, so `n` may be up to 4. Evicted blocks are not
 remembered for longer than that either (`ghosts.py`)."""
 

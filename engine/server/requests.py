@@ -307,9 +307,9 @@ def keys_of(model: ModelText, canonical: bytes, salt: str | None) -> tuple[Prefi
 
 
 def room_for(model: ModelText, prompt_tokens: int, max_tokens: int | None, param: str) -> int:
-    """Return the tokens that the context has left for the answer, at least 1 and at least `max_tokens`.
+    """Return the tokens that the context has left for the answer.
 
-    Raises BadRequest.
+    Raises BadRequest if none are left, or fewer than `max_tokens`, or if the prompt is empty.
     """
     limit = model.max_model_len
     if prompt_tokens == 0:

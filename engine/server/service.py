@@ -74,7 +74,7 @@ class EngineService:
     """Called when a gateway reports the number of engines that it follows."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     surveying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread surveys the cache. One does at a time, because it shares the interpreter with all else."""
+    """Held while a thread surveys the cache. Only one does so at a time: it shares the interpreter with all else."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, AnswerChoice]]:

@@ -20,8 +20,8 @@ class Allowance:
     """Seconds that copies downwards may take until the next step.
 
     Two things count: time on the thread that plans steps, and delay of the step itself by memory traffic. Each step of
-    others gives a share of its time. What is left is not saved up. One operation at most may overdraw, which the
-    following steps pay for. So over any steps in a row no more is spent than their share and one operation. While no
+    others gives a share of its time. What is left is not saved up. At most one operation may overdraw, and the
+    following steps pay for it. So steps in a row spend no more in all than their share and one operation. While no
     other request is computed, nothing is bounded.
     """
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 LIMITS = CopyLimits(job_bytes=4 * _MIB, in_flight_bytes=16 * _MIB, half_life_bytes=256 * _MIB)
-"""Limits of copies on threads: as many bytes as are in flight are still copied after a copy is given up."""
+"""Limits of copies on threads. After a copy is given up, the bytes in flight are still copied."""
 CUDA_POLL_S = 0.001
 """Seconds between polls on a card, whose copies do not report that they have ended."""
 MEASURED_BYTES = 32 * _MIB

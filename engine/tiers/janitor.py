@@ -23,7 +23,8 @@ RENEW_FILES = 1000
 TEMPORARY_S = 600.0
 """A file that has been unfinished for longer than this has no writer any more."""
 FULL, FILL = 0.95, 0.9
-"""Shares of the bytes that the folder may hold: a sweep above `FULL` removes files down to `FILL`, so few have to."""
+"""Shares of the bytes that the folder may hold. If a sweep finds more than `FULL`, it removes files down to `FILL`, so
+few sweeps have to remove any."""
 _LOCK = "janitor.lock"
 _GENERATION = re.compile(r"[0-9a-f]{32}-\d+")
 _GONE = re.compile(r"gone-.*")

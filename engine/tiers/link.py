@@ -46,7 +46,7 @@ class Link:
         self.copier = copier
         self.block_bytes = block_bytes
         self.spoilt: set[int] = set()
-        """Blocks of `lower` that cannot be read, though they are indexed: written again when a request brings them."""
+        """Blocks of `lower` that cannot be read, though they are indexed; rewritten when a request brings them."""
         self.paused_until_s = -math.inf
         """Nothing goes down before this time: the last copy failed, and the cause (a full disk) usually persists."""
         self.unasked = 0

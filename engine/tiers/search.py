@@ -15,8 +15,9 @@ from engine.tiers.lookups import Lookup, Lookups
 from engine.tiers.stats import LookupEnd, TierStats
 
 LOOKUP_SHARE = LATE_SHARE
-"""A request waits for the answer at most this share of the time it takes without it, in addition to the device's queue.
-The deadline of a fetch that follows counts from when the request could have started, so both together lose no more."""
+"""A request waits for the answer at most this share of the time that it takes without what the look-up may find. The
+device's queue comes on top. The deadline of a fetch that follows counts from when the request could have started, so
+both together lose no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,7 @@ class Search:
 
     def waits(self, request_id: int, sequence: CachedSequence, prefill: Prefill) -> bool:
         """Whether the request, which could start now, should wait for the answer. Once the answer is there, the index
-        has what was found. A step of others in between would count as waiting, so waiting is hardly ever worth it then.
+        has what was found. If others' steps come in between, they count as waiting, which is then hardly ever worth it.
         """
         if request_id in self._since_s:
             self._since_s[request_id] = min(self._since_s[request_id], self._clock())

@@ -72,7 +72,7 @@ class HostBlocks:
 class _Described:
     label: Label
     resets: int
-    """Resets of the tier before this was described. What was described before a reset is not stored after it."""
+    """Number of resets before this was described. What was described before a reset is not stored after it."""
 
 
 class SharedCopies:
@@ -127,7 +127,7 @@ class SharedCopies:
                     moved += 1
         except OSError as error:
             raise CopyError(f"{type(error).__name__}: {error}") from error
-        # Files that were there already say nothing about how fast files are written.
+        # Files that existed before say nothing about how fast files are written.
         return Moved(moved, time.perf_counter() - start_s if moved else 0.0)
 
     def _store(self, block: int, target: int) -> int:

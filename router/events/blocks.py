@@ -80,8 +80,8 @@ class PodBlocks:
                 self._drop(node, event.tier)
 
     def _is_counted(self, group: int, *, is_full: bool) -> bool:
-        """Return whether the group is followed. Of several groups with full attention only the first is, because all
-        hold the same tokens."""
+        """Return whether the group is followed. Of several groups with full attention, only the first is followed,
+        because all hold the same tokens."""
         if group not in self._full:
             self._full[group] = is_full and not any(self._full.values())
         return self._full[group]

@@ -1,4 +1,4 @@
-"""From events and routed requests to the index: which prefix keys each pod that publishes KV events holds.
+"""Works out from KV events and routed requests which prefix keys each publishing pod holds, and tells the index.
 
 Nothing here waits; times are seconds of the event loop's clock.
 """
@@ -186,7 +186,7 @@ class EventFeed:
 
     def accounts_for(self, pod_id: PodId) -> bool:
         """Return whether only events may change what the index has of the pod. This is so if events say what
-        the pod holds, or have already entered some of it: if that were lost, no event would bring it back."""
+        the pod holds, or if blocks were already entered from events: no event would bring back what the index lost."""
         pod = self._pods.get(pod_id)
         return pod is not None and (pod.blocks is not None or self.reports(pod_id))
 

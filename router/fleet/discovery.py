@@ -34,7 +34,7 @@ class EngineAddress:
     key: str = field(default="", compare=False)
     """Name of the gateway's key that this engine gets; empty: the common key."""
     born: str = field(default="", compare=False)
-    """When it was created: of two engines at one URL, the one for which this sorts later counts."""
+    """When it was created, as text that sorts by time: if two engines have the same URL, the later one counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from yarl import URL
 from router.fleet.lack import Lacks, lack_of
 
 Fetch = Callable[[str, str, float, int], Awaitable[bytes]]
-"""Takes an engine's base URL, a URL, seconds and bytes. Returns the body of a 200 within those. Raises Unread."""
+"""Takes an engine's base URL, a URL, and bounds in seconds and bytes. Returns the body of a 200. Raises Unread."""
 OUTCOMES = ("read", "late", "failed", "protected", "none", "odd")
 
 

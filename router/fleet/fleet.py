@@ -30,8 +30,8 @@ EARLY_S = 1e-6
 LONGEST_UNPROBED_S = 60.0
 """Every pod is probed this often, whatever else shows that it runs: only a probe shows which models it serves."""
 MAX_SEEN_MODELS = 1024
-"""Each model has a time series; requests for it are answered 503, not 404. The oldest models that are neither served
-nor expected are forgotten."""
+"""Models that are remembered: each has a time series, and requests for it are answered 503, not 404. Beyond this
+number, the oldest models that are neither served nor expected are forgotten."""
 MOST_EJECTED = 0.5
 """Share of a model's pods that may be out for failing requests. If more seem broken, the fault more likely lies with
 the requests, or with something that all pods need. The limit also bounds the load of the other pods. Clients lose

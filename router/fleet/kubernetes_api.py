@@ -180,7 +180,8 @@ class ObjectApi(Generic[Object]):
 async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
     """Leave the answer at the end of the block. If data still comes, the connection is cut off at once.
 
-    Closing is not enough: over TLS it waits for an answer from the server, which may be gone, and so outlives our loop.
+    Closing is not enough: over TLS it waits for an answer from the server. If the server is gone, that wait outlives
+    our loop.
     """
     async with response:
         try:
@@ -192,8 +193,8 @@ async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
 
 
 async def _chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIterator[bytes]:
-    """Yield the body as it comes. The deadline guards each read, but not the caller's own work, which it would
-    cancel."""
+    """Yield the body as it comes. The deadline guards each read. It does not run during the caller's own
+    work, because it would cancel that work."""
     while True:
         try:
             async with asyncio.timeout_at(deadline):

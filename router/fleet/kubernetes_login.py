@@ -136,7 +136,7 @@ def _from_kubeconfig(path: str, namespace: str | None) -> Cluster:
         AttributeError,
         KeyError,
         TypeError,
-    ) as error:  # of valid YAML in which something is missing or of a wrong kind
+    ) as error:  # the YAML is valid, but something in it is missing or of a wrong kind
         why = f"{type(error).__name__}: {error}"
         raise ApiError(Trouble.LOGIN, f"--kube-config {path} is not usable: it is no kubeconfig ({why})") from None
 

@@ -225,7 +225,7 @@ def _whole(text: str, most: int) -> int | None:
 
 def _slots(text: bytes) -> Slots | None:
     """Return the latest state. Each state so far has a line whose value is the time at which the engine was last in
-    it."""
+    that state."""
     latest: tuple[float, bytes] | None = None
     for labels, value in _lines(text, _VLLM_ADAPTERS):
         number = _number(value, math.inf)

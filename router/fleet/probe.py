@@ -39,7 +39,7 @@ NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
 class ServedModel:
     """A model that a pod serves. `card` is its entry in the pod's `/v1/models`, compact JSON.
 
-    Two are equal if their names are equal, and so are the lasting parts of their cards: all but `NEW_IN_EVERY_ANSWER`.
+    Two are equal if their names and the lasting parts of their cards (all but `NEW_IN_EVERY_ANSWER`) are equal.
     """
 
     name: str

@@ -87,7 +87,7 @@ class _Reading:
         self.has_begun = asyncio.Event()
         """Set when the first request for a page has ended, with or without an answer."""
         self.has_told_ranks = False
-        """Whether it said how many ranks it has: then its pages need not tell them apart."""
+        """Whether it said how many ranks it has. If so, its pages need not tell the ranks apart."""
         self.ranks: Ranks | None = None
         """The ranks on the last page; None: no page yet."""
         self.said: str | None = None
@@ -298,8 +298,8 @@ class Scraper:
             self._fleet.learnt(pod, replace(pod.facts, kv_event_ports=ports, kv_replay_ports=replay_ports))
 
     def _page_url(self, reading: _Reading) -> str:
-        """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and takes the names to
-        write. Without the slash, another library answers and writes all lines."""
+        """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and accepts the names
+        to write. Without the slash, another library answers and writes all lines."""
         url = URL(reading.member.url)
         if self._port is not None:
             url = url.with_port(self._port)

@@ -1,6 +1,6 @@
 """How often an engine's metrics are read: so rarely that reading never makes a busy engine busier. Pure.
 
-The process that takes an engine's requests also makes the page, so reading takes its time. The pause is at least
+The process that takes an engine's requests also makes the page, so reading costs it time. The pause is at least
 `SPARING` times as long as the last page took: a gateway uses at most 1/50 of that process. If many gateways read, or
 the engine is busy, pages take longer, and all gateways read less often.
 """

@@ -63,7 +63,7 @@ class Admin:
         self._bodies = bodies
 
     async def explain(self, request: web.Request) -> web.Response:
-        """Return every pod's score for the request in the body, which goes to no engine.
+        """Return every pod's score for the request in the body. The request goes to no engine.
 
         The header TENANT names the request's tenant, whose salt and named caches apply. Raises ApiError.
         """
@@ -144,7 +144,7 @@ class Admin:
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
-        """Return why the engine did not empty its cache if another attempt may succeed; empty if it did.
+        """Return an empty text if the engine emptied its cache, or why it did not, if another attempt may succeed.
 
         Raises aiohttp.ClientError, also for a status of 300 or more.
         """

@@ -15,7 +15,7 @@ _ACTION = web.RequestKey("audit_action", Action)
 
 
 def note(request: web.Request, **detail: Any) -> None:
-    """Add `detail`, what was done or to what, to the audit line of `request`, if it gets one."""
+    """Add `detail` (what was done, or to what) to the audit line of `request`, if it gets one."""
     if _ACTION in request:
         request[_ACTION].detail |= detail
 

@@ -81,8 +81,8 @@ class Blame:
     def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
         """Return the pods in `tried` and, for a retry, the pods in doubt, unless no other pod is left.
 
-        If several pods are broken, at most that many requests fail at two pods each: after that, all broken pods but
-        one are in doubt.
+        If n pods are broken, at most n requests fail at two pods each: after that, all broken pods but one are in
+        doubt.
         """
         if not tried:
             return tried

@@ -19,7 +19,7 @@ FREE = frozenset(("/tokenize", "/detokenize"))
 LONG = frozenset(("/v1/audio/speech",))
 """Paths whose answers take as long as a generated text, as those of UPLOADS do; the others need only the prefill."""
 AUDIO_TOKEN_BYTES = 512
-"""Bytes of a recording per token of load: Gemini's documentation counts 32 tokens a second; here at 128 kbit/s."""
+"""Bytes of a recording per token of load, at 128 kbit/s and the 32 tokens a second of Gemini's documentation."""
 CLOSED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Paths that change an engine: no client may use them."""
 

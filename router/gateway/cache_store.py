@@ -102,7 +102,7 @@ class RedisCaches:
     """Named caches in Redis: a hash for each tenant with their metadata, and a string with the contents of each.
 
     The contents that this gateway used last stay in its memory, so a request for them reads the hash alone. While Redis
-    is down, requests use the contents in memory whose caches were alive when last read.
+    is down, requests use contents in memory if their cache was alive when it was last read.
     """
 
     def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:

@@ -43,10 +43,10 @@ INDEX_POLICIES = frozenset(("cache_aware", "predicted_ttft"))
 """Policies that decide by the index, which tells them nothing once the registry has expired."""
 EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
-"""Ratios outside come from prompts that are not text (images), and teach nothing about text."""
+"""Ratios outside this range come from prompts that are not text (images), and teach nothing about text."""
 NO_MATCH = Match(0)
 MOST_WITH_ADAPTERS = 256
-"""Most pods for which a decision considers which of them have the adapter loaded: it then has to view each pod."""
+"""With more pods, a decision ignores which of them have the adapter loaded, since it would have to view each pod."""
 
 
 @dataclass(slots=True)
@@ -97,8 +97,8 @@ class Chooser:
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
         `wide_from`: number of pods from which policies look at all of them at once, if they can. `telling`: tells other
-        gateways what answers refute. `name`: this gateway's name in the `shares` that gateways exchange; random if not
-        given.
+        gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways exchange;
+        random if not given.
         """
         self.name = name or uuid.uuid4().hex
         self.observer: Observer | None = None
@@ -124,7 +124,7 @@ class Chooser:
         self._check_at_s = -math.inf
 
     def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
-        """Return the pod for the request, which from now on counts as holding its keys. Raises Unavailable."""
+        """Return the pod for the request. From now on the pod counts as holding the keys. Raises Unavailable."""
         scores = () if self.observer is None or excluded else self._scores(inbound, self.observer)
         started_s = time.perf_counter()
         now_s = self._clock()
@@ -180,8 +180,8 @@ class Chooser:
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
 
-        That is the time in which another pod would compute again what they hold; 0: nothing to gain. A request that
-        waits as long as it could save loses at most that much again (ski rental). No side effects.
+        That is the time in which another pod would compute again what those pods hold; 0: nothing to gain. A request
+        that waits for as long as the wait could save loses at most that much again (ski rental). No side effects.
         """
         now_s = self._clock()
         pods = self._fleet.pods(inbound.model)

@@ -1,4 +1,4 @@
-"""Detect answers that an engine gave up on /sleep, /pause or SIGTERM, and ended as if they were complete.
+"""Detect answers that an engine cut off because of /sleep, /pause or SIGTERM, but ended as if they were complete.
 
 vLLM 0.32 reports `abort` only in some cases:
 

@@ -31,7 +31,7 @@ from router.gateway.keys import OPEN_PATHS
 log = logging.getLogger(__name__)
 
 EXTRA = 64
-"""Connections beyond the bound that are read, for OPEN_PATHS and to get a 503; any more are closed at once."""
+"""Connections beyond the bound that get an answer: a 503, except at OPEN_PATHS. Any more are closed at once."""
 SPARE_DESCRIPTORS = 16
 """The last free descriptors: once only these are left, new clients are refused."""
 OWN_DESCRIPTORS = 128
@@ -40,8 +40,8 @@ EXTRA_HEAD_S = 1.0
 LINGER_S = 5.0
 """Seconds for which a refused body is read and dropped, so that the client gets to see the answer."""
 LEAST_DROPPED_BYTES = 2**20
-"""Least bytes of a refused body that are dropped, however low the bound on bodies is. A client may send as much
-before it sees the answer."""
+"""At least this many bytes of a refused body are dropped, however low the bound on bodies is. A client may send that
+many before it sees the answer."""
 CLOSING_S = 5.0
 """Seconds in which the client may take the rest of its last answer before the connection is cut."""
 LONGEST_LOOK_S = 0.5
@@ -383,7 +383,7 @@ async def refuse_extra(
 
 
 def leaving_gate(request: web.Request) -> Callable[[], None]:
-    """Return a function that lets the next request be read, for when this one waits or is sent. It may be called
+    """Return a function to call when this request waits or is sent: it lets the next request be read. It may be called
     again."""
     protocol = request.protocol
     return protocol.leave_gate if isinstance(protocol, Connection) else _nothing

@@ -25,7 +25,7 @@ OPENED_AHEAD = 32
 """Connections opened at once, to all engines together: they cost at most 1 % of a core. This keeps 300 open to vLLM
 and SGLang, which close idle ones after 5 s."""
 FADES = 0.5 ** (KEEP_EVERY_S / 30)
-"""Factor per KEEP_EVERY_S that halves the number of connections to keep in 30 s."""
+"""Factor for each KEEP_EVERY_S, so that the number of connections to keep halves within 30 s."""
 
 
 class NotConnected(OSError):
@@ -117,7 +117,7 @@ class Answer:
             self._waiter = None
 
     async def readany(self) -> bytes:
-        """Return what has come of the body; empty at its end.
+        """Return the part of the body that has come; empty at its end.
 
         Raises BrokeOff, or TimeoutError at the deadline, after all that came before has been read.
         """
@@ -152,7 +152,7 @@ class Answer:
             self._tell()
 
     def give_up(self) -> None:
-        """End the answer if it still has a deadline: then none of it has been used yet."""
+        """End the answer if it still has a deadline, which means that none of it has been used yet."""
         if self._timer is not None and not self._is_over:
             self._failure = self._failure or (GivenUp, "the engine sleeps")
             self.close()

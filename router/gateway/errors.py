@@ -166,7 +166,7 @@ async def errors(
 async def end_unread(request: web.Request, response: web.StreamResponse) -> None:
     """If an answer goes out before the body has come, end the connection, and say so in the answer's head.
 
-    The rest of the body is not worth reading only to use the connection again. A client that did not know would send
+    The rest of the body is not worth reading only to use the connection again. A client that is not told would send
     its next request there. This is for `on_response_prepare`, so it also covers answers that a handler begins to send
     itself.
     """

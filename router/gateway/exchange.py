@@ -33,7 +33,7 @@ class Exchange:
     is_sheddable: bool = False
     """Whether the request is refused if it would have to wait for an engine with room."""
     fairness_id: str = ""
-    """Names a queue apart from the tenant's other requests; empty: the tenant's queue."""
+    """Name of a separate queue for some of the tenant's requests; empty: the tenant's queue."""
     client_session: str | None = None
     """The client's name for its session, if it gives one."""
     inbound: Inbound | None = None

@@ -67,7 +67,7 @@ class Gate:
             self._fill()
 
     def _fill(self) -> None:
-        if self._is_filling:  # a visitor that leaves as soon as it is inside
+        if self._is_filling:  # called by a visitor that leaves as soon as it is inside
             return
         self._is_filling = True
         try:

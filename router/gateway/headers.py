@@ -79,8 +79,8 @@ class UpstreamHeaders:
         self._credentials: dict[str, dict[str, str]] = {}
 
     def use_key(self, keys: Sequence[str], name: str = "") -> None:
-        """From now on send this one key to the engines that need the key `name`; if `name` is empty, to those that name
-        no key.
+        """From now on send this one key to the engines that need the key `name`. If `name` is empty, send it to those
+        that name no key.
 
         Raises KeyFileError unless `keys` has exactly one.
         """

@@ -11,8 +11,8 @@ from xxhash import xxh3_64_intdigest
 from engine.contract import headers
 
 SESSION_FIELDS = tuple(map(istr, (headers.SESSION, "x-session-affinity", "x-claude-code-session-id", "session_id")))
-"""Header fields, of which the first that is present counts: that of vLLM and the gateway, those of proxies that pin
-sessions, of Claude Code and of Codex. An `istr` is looked up without converting it to lower case each time."""
+"""Header fields with the session: the one of vLLM and the gateway, those of proxies that pin sessions, of Claude Code
+and of Codex. The first one present counts. An `istr` is looked up without converting it to lower case each time."""
 BODY_FIELD = "prompt_cache_key"
 MAX_SESSION_CHARS = 512
 """A longer name is ignored."""

@@ -30,8 +30,8 @@ from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 
 MEDIA_TOKENS = 1024
-"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about them. An image makes 576 for
-LLaVA 1.5 and 256 to 1,280 for Qwen2-VL with its authors' bounds; a megapixel makes 4,096 for Pixtral."""
+"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about their number. An image makes 576
+for LLaVA 1.5 and 256 to 1,280 for Qwen2-VL with its authors' bounds; a megapixel makes 4,096 for Pixtral."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
 LOWEST_PRIORITY = -9
@@ -46,7 +46,7 @@ SCALING_RETRY_AFTER_S = 5.0
 class Inbound:
     """A request that the gateway accepted. Bytes are canonical bytes (engine/contract/PREFIX_KEYS.md), not the body's.
 
-    Never changed, but not frozen, since that costs a microsecond. The same holds for all objects made per request.
+    Never changed, but not frozen, since freezing costs a microsecond. The same holds for all objects made per request.
     """
 
     endpoint: str
@@ -287,8 +287,8 @@ class Reader:
     def _meant(
         self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]
     ) -> str | None:
-        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or where to find
-        them.
+        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or the endpoint
+        and the fields that contain such bytes.
 
         Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
         """
@@ -335,7 +335,7 @@ class Reader:
 
     def _is_on(self, base: str, name: str) -> bool:
         """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
-        from the start, so for such a name only served models count."""
+        from the start, so for the name of such a model only served models count."""
         served = self._fleet.models()
         if name in served:
             return False

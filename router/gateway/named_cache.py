@@ -209,7 +209,7 @@ def expanded(
 
 
 def _marked(contents: dict[str, Any], mark: Mapping[str, str]) -> dict[str, Any]:
-    """Return the contents with a `cache_control` mark for engines at their end, if that is a text."""
+    """Return the contents, with a `cache_control` mark for engines on the last part, if that is a text or a tool."""
     if messages := contents.get("messages"):
         last = messages[-1]
         content = _marked_content(last.get("content"), mark)

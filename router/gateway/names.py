@@ -58,11 +58,11 @@ class Names:
     ) -> str:
         """Return the model that `name` stands for in the conversation of `tenant` with these first `words`.
 
-        `behind`: returns what the request runs on for one of the models: the model itself, or an adapter on it.
+        `behind`: returns, for one of the models, what the request would run on: the model itself, or an adapter on it.
 
         The result is equal on every gateway with the same names. A model without an engine gets nothing while another
-        of the split has one. If a weight changes, only the conversations in the shifted share change their model.
-        Raises Forbidden if the tenant may use none of the models.
+        model of the split has an engine. If a weight changes, only the conversations in the shifted share change their
+        model. Raises Forbidden if the tenant may use none of the models.
         """
         allowed = self._allowed(name, tenant, behind)
         if not allowed:

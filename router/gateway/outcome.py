@@ -35,7 +35,7 @@ class Outcome(Enum):
     """The client has left."""
 
     __hash__ = object.__hash__
-    """Enum's own is not a C function, and the consequences of an outcome are looked up several times per request."""
+    """Enum's own hash is not a C function, and an outcome's consequences are looked up several times per request."""
 
     @property
     def is_retried(self) -> bool:

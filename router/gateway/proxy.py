@@ -198,8 +198,8 @@ class Proxy:
     ) -> web.StreamResponse | None:
         """Run the attempt, counted on its pod while it lasts. An attempt that never ran is undone in the index.
 
-        Return the response once the client has all that it will get. None: another pod may do better, as `attempt`
-        says, or `exchange.answer` is to be sent, or `exchange.begun` needs its rest.
+        Return the response once the client has all that it will get. Return None if another pod may do better (see
+        `attempt`), if `exchange.answer` is to be sent, or if `exchange.begun` needs its rest.
         """
         opened: Opened | None = None
         deadline_s = self._attempt_deadline_s(exchange, inbound)

@@ -30,8 +30,8 @@ class NoSuchPath(ApiError):
 def is_unknown_path(status: int, body: bytes) -> bool:
     """Whether an engine's error says that the path is unknown, and not that a model or anything else is missing.
 
-    That is 405, or 404 with the text of a known server: FastAPI's `detail`, `Not Found` at the end of a message as from
-    vLLM and our own engine, or no JSON at all.
+    That is 405, or 404 with the text of a known server: FastAPI's `detail`, a message that ends with `Not Found` (vLLM
+    and our own engine), or no JSON at all.
     """
     if status != 404:
         return status == 405

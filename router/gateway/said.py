@@ -26,7 +26,7 @@ class Said:
         self.has_role = False
         self.made = 0
         """Tokens so far: those of the last `usage`, and one for each event with text since. If an engine puts several
-        into an event without a `usage`, there are more."""
+        tokens into an event without a `usage`, there are more."""
         self.prompt_tokens: int | None = None
         """Prompt tokens in the last `usage`."""
         self.finish: str | None = None

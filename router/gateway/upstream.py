@@ -31,7 +31,7 @@ MAX_ERROR_BYTES = 16 * 2**20
 
 @dataclass(slots=True)
 class Opened:
-    """An answer that has begun. `first`: what has come of its body; all of it if `is_whole`."""
+    """An answer that has begun. `first`: the part of its body that has come; all of it if `is_whole`."""
 
     response: Answer
     first: bytes
@@ -51,7 +51,7 @@ class Opened:
         return Outcome.ABORTED if is_aborted(self.first) or without_a_word(self.first) else outcome
 
     def take_first(self) -> bytes:
-        """Return what has come of the body, and release it here."""
+        """Return the part of the body that has come, and release it here."""
         first, self.first = self.first, b""
         return first
 

@@ -23,14 +23,14 @@ from router.routing.types import PodId
 from router.telemetry.metrics import Metrics
 
 WAIT_MARGIN = 1.1
-"""Factor on a predicted wait when it is compared with a client's wanted time to the first token: more requests that go
-first may still come."""
+"""A predicted wait is multiplied by this before it is compared with a client's wanted time to the first token, because
+more requests that go first may still come."""
 LONGEST_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait for that at all."""
+    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait in that case."""
 
     queue_s: float
     activation_s: float
@@ -205,7 +205,7 @@ class WaitingRoom:
                 if not placed.done():  # done if its client has left in this turn of the loop
                     placed.set_result(release.avoided)
         if self._held:
-            # A released request runs before callbacks scheduled from now on, up to where its pod counts it.
+            # A released request runs up to where its pod counts it, before any callback that is scheduled from now on.
             self._timer = self._loop.call_soon(self._look) if has_let_go else self._loop.call_later(TICK_S, self._look)
 
     def _patience_s(self, waiting: Waiting, without_room: frozenset[PodId]) -> float:

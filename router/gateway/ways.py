@@ -135,7 +135,8 @@ def with_less(fields: Json, limits: Sequence[str], made: int) -> Json:
 
 
 def own_counts(prompt: int | None, told: int, generated: int, made: int) -> tuple[int, int]:
-    """Return the tokens of the prompt and of the answer, if the engine counted `made` of the answer in the prompt.
+    """Return the tokens of the prompt and of the answer, if the engine counted `made` of the answer's tokens as
+    part of the prompt.
 
     `prompt`: those of the prompt, if known. The sum is the engine's.
     """

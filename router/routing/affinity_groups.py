@@ -49,7 +49,7 @@ class _Groups:
 
 
 class AffinityGroups(WidePolicy):
-    """Chooses the least loaded pod within the group of the request's deepest popular prefix that has a group.
+    """Finds the request's deepest popular prefix that has a group, and chooses the least loaded pod of that group.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
     prefix's share, and changes only when the share is `hysteresis` pods away. Pods are whole and shares are not, so
@@ -57,9 +57,9 @@ class AffinityGroups(WidePolicy):
     prompt that one pod can serve) stays on the pod that holds it while that pod is within `bound` times the mean load:
     such text needs one pod, and the pod that already holds it serves best.
 
-    Shares follow traffic late. If more prompts in a row share one prefix than its group explains, and no pod holds more
-    of the prompt than this prefix, all pods take turns, because even arrivals are then the only gain. Two in a row are
-    enough if every pod that holds the prefix has more prefill queued than its cache would save.
+    Shares follow traffic late. So all pods take turns if more prompts in a row share one prefix than the size of its
+    group explains, and no pod holds more of the prompt than this prefix: even arrivals are then the only gain. Two
+    prompts in a row are enough if every pod that holds the prefix has more prefill queued than its cache would save.
     """
 
     name = "affinity_groups"
@@ -319,7 +319,7 @@ def _within(bound: float, recent: Sequence[float], pods: Sequence[PodView]) -> l
 
 
 def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
-    """Return the pods that hold most of the prefix: they take requests of a group whose pods have all had too many."""
+    """Return the pods that hold the most of the prefix: they take requests if a group's pods have all had too many."""
     longest = max([pods[i].matched_tokens for i in even])
     return [i for i in even if pods[i].matched_tokens == longest]
 

@@ -39,5 +39,5 @@ class CacheAware(WidePolicy):
         return pods.decision(self.name, pods.lowest(request, scores))
 
     def _needed(self, request: RequestInfo, longest: int) -> float:
-        """Return the matched tokens from which a pod holds the prefix, if the longest match has `longest` tokens."""
+        """Return how many matched tokens make a pod a holder, if the longest match has `longest` tokens."""
         return self._match_share * longest if longest >= self._min_prompt_share * request.prompt_tokens else 0.0

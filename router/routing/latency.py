@@ -11,8 +11,8 @@ OBSERVATION_S = 60.0
 """A fit to observed times counts this long. Otherwise a pod that was slow once would be avoided for good."""
 
 ENOUGH_OBSERVATIONS = 10
-"""A fit to fewer answers leans on the prior: a pod that has just joined would look slow, get no requests, and go on
-looking slow."""
+"""A fit to fewer answers leans on the prior. Otherwise a pod that has just joined could look slow, get no requests, and
+go on looking slow."""
 
 STEP_TOKENS = 2048
 """Prefill tokens of one step; engines do not report it. It is the bundled engine's default, and was long the default

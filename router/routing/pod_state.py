@@ -28,7 +28,7 @@ class PodState:
 
     The queued prefill is kept as the time at which it ends. The queue drains with the clock, grows by what is sent, and
     is corrected by every first token (all sent earlier is done) and by every report. A report is up to `REPORT_LAG_S`
-    old, so about this gateway's own requests it is believed only if it says less. Beyond these it adds others' share.
+    old, so it changes the queue of this gateway's own requests only if it says less. It also adds the others' share.
     """
 
     __slots__ = (

@@ -38,7 +38,7 @@ class PolicyOptions:
     share_half_life_s: float = 30.0
     """affinity_groups: seconds in which the weight of past traffic halves."""
     share_limit: int = 4096
-    """affinity_groups: keys counted; twice as many take about 2 MB."""
+    """affinity_groups: keys counted. Up to twice as many are kept, which takes about 2 MB."""
     share_depth_strides: int = 128
     """affinity_groups: leading strides of a request that are counted."""
     host_share: float = 0.2

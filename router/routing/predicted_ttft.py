@@ -26,7 +26,7 @@ from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed
 _TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill are equal, because no prediction of a queue is better. The
 prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
-would be seconds, which is no error of prediction."""
+prefill would be seconds, far more than a prediction errs."""
 _UNSHARED_TIE_SHARE = 1.2
 """The same share for traffic that shares nothing: even arrivals at each pod are then worth more than a short queue."""
 _SHARED = 0.1
@@ -77,8 +77,9 @@ class _Speeds(NamedTuple):
     median: int
     """Place of the median pod."""
     apart: tuple[int, ...]
-    """Places of pods that count with the median pod's constants, but have the fixed part of a step in the other of
-    `base_s` and `overhead_s`. They count with the median pod's overhead, too, so that the fixed part counts once."""
+    """Places of pods that count with the median pod's constants, although one of the two has the fixed part of a step
+    in `base_s`, and the other has it in the overhead. Such a pod counts with the median pod's overhead, too, so that
+    the fixed part counts once."""
 
 
 class PredictedTtft(WidePolicy):
@@ -191,8 +192,8 @@ class PredictedTtft(WidePolicy):
         there attracts similar ones.
 
         Warm pods are compared with `Costs.uneven_s` added, unless other gateways send there, too: this gateway does not
-        know when they last did. A warm pod may be worse than the best by a tie and by the unknown end of the running
-        step, but by no more: turns do not outweigh a prefill that is known to be in the way.
+        know when they last did. A warm pod may be worse than the best by the margin of a tie plus the uncertainty
+        about the running step's end, but by no more: turns do not outweigh a prefill that is known to be in the way.
 
         If scores are explained, the parts show the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
         the best, `tied_waiting` requests wait there, `tied_idle` pods have none at all, and `tied_turn` is the place in
@@ -201,7 +202,7 @@ class PredictedTtft(WidePolicy):
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
         own_s, least_match = owns_s[best], pods[best].matched_tokens
-        most_own_s = own_s + _TIE_SHARE * own_s  # no pod of half the speed
+        most_own_s = own_s + _TIE_SHARE * own_s  # this leaves out a pod of half the speed
         is_warm = least_match >= _WARM * request.prompt_tokens
         most_adapter_s = pods[best].adapter_s
         is_evened = is_warm and request.parting is None and any(costs.uneven_s)
@@ -467,7 +468,7 @@ def _follow(mean: float, number: float) -> float:
 
 
 def _unsure_s(cost: StepCost, decoding: int, context_tokens: int) -> float:
-    """Return the seconds by which the running step may end sooner or later than predicted, which is halfway."""
+    """Return the seconds by which the running step may end sooner or later than predicted: half of the step."""
     return decode_s(cost, decoding, context_tokens) / 2
 
 

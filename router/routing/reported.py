@@ -65,7 +65,7 @@ class Reported:
         self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
 
     def known_since(self, sent_s: float) -> None:
-        """Take out of the others' share a request that another gateway sent at `sent_s` and that is known from now on.
+        """Remove from the others' share one request, sent by another gateway at `sent_s`, that is known from now on.
         Otherwise it would count twice until the next count."""
         others = self.others
         if not self.is_count or sent_s > self.at_s or not others.running:
@@ -91,7 +91,7 @@ class Reported:
         return 1.0 if age_s <= FRESH_S else (STALE_S - age_s) / (STALE_S - FRESH_S)
 
     def unsure_s(self, step_s: float) -> float:
-        """Return by how much a running step of `step_s` may end later than predicted, which is halfway (`step_left_s`).
+        """Return by how much a running step of `step_s` may end later than `step_left_s` predicts: by half of the step.
         It is 0 if other gateways send here, too: a late first token is then a sign of their prefill."""
         return 0.0 if self.others.running else step_s / 2
 

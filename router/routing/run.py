@@ -38,7 +38,7 @@ class Run:
 
     def is_pair(self, common: int) -> bool:
         """Whether the request is the second with the prefix of `common` keys, and differs from the first prompt after
-        that prefix. A conversation's next turn and a repetition do not."""
+        that prefix. A conversation's next turn and a repeated prompt do not differ."""
         return self._length == 1 and 0 < common < len(self._keys)
 
     def add(self, request: RequestInfo, common: int) -> None:

@@ -24,7 +24,7 @@ class Sent:
     streams: bool
     was_alone: bool
     """Nothing else was waiting when it was sent: its first token tells the pod's speed. Engines prefill several
-    requests at a time, so times between first tokens would make a pod look faster the more it is sent."""
+    requests at a time, so times between first tokens would make a pod look faster the more requests it gets."""
     loads_adapter: bool = False
     """The pod had to load the adapter for this request."""
     is_elsewhere: bool = False

@@ -25,7 +25,7 @@ _FASTEST_TOKEN_S = 1e-7
 _SIZE_ANSWERS = 50
 """About this many answers of each size count: cached prompts must not wipe out what is known of long prompts."""
 _LEVEL_ANSWERS = 20
-"""About this many answers count in the level, and two more for each pod: it follows a machine that the pods share."""
+"""About this many answers count in the level, and two more for each pod: the level follows a machine they share."""
 _PRIOR_WEIGHT = 0.01
 _PRIOR_TOKENS = 2000.0
 """The prior counts as two requests: one of no tokens, one of this many."""
@@ -117,7 +117,7 @@ class SpeedPool:
         self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
         """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like a fixed time of
-        each request, which does not make a queue longer."""
+        each request, and the latter does not make a queue longer."""
         self.overhead_s = 0.0
         """Fixed seconds of each request: its share of steps, and the engine's work before and after."""
         self.observations = 0
