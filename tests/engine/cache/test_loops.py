@@ -108,6 +108,7 @@ def test_counts_say_whether_it_is_a_loop() -> None:
     for _ in range(8):
         found.admitted(50, 50)
     assert found.admitted(10, 10), "old requests count for little"
+    assert found.admitted(1, 1), "a single block that comes back is worth as much as one of many"
     found.clear()
     assert not found.admitted(90, 90)
 

@@ -80,3 +80,32 @@ def test_what_was_pinned_long_ago_goes_before_what_was_used_since(eviction: Evic
     serve([31, 32, 33, 34])
     assert [len(cache.find(cache.open([n, n + 1, n + 2, n + 3]), 4)) for n in (1, 11, 21, 31)] == [0, 4, 4, 4]
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
+def test_wrong_guesses_go_before_all_that_was_used_and_what_was_shared_keeps_its_place(eviction: Eviction) -> None:
+    """Blocks that were kept for requests that have not come are worth less than others that were used once."""
+
+    def served(*, kept: bool) -> tuple[PrefixCache, set[int]]:
+        """Return a cache after some requests, and the blocks of two that nobody came back to."""
+        cache, in_vain = PrefixCache(64, 1, eviction=eviction, learnt_blocks=32), set[int]()
+        for tokens, is_guess in (([1, 2, 3], False), ([4, 5, 6], True), ([7, 8, 9], True), ([7, 8, 10], False)):
+            sequence = cache.open(tokens)
+            assert cache.admit(sequence, len(tokens)) is not None
+            cache.commit(sequence, len(tokens))
+            if is_guess:
+                in_vain.update(sequence.nodes)
+                if kept:
+                    assert cache.keep(sequence, 3, 10.0, is_asked=False) == 3
+            cache.release(sequence)
+        cache.advance(10.0)
+        assert not cache.learnt
+        return cache, {block for block in in_vain if cache.pool.uses(block) == 1}
+
+    (cache, in_vain), (without, the_same) = served(kept=True), served(kept=False)
+    assert in_vain == the_same
+    assert len(in_vain) == 4, "all but the two blocks that were shared; they count as used once again"
+    order = list(cache.pool.idle_blocks())
+    assert set(order[:4]) == in_vain
+    assert order[4:] == [block for block in without.pool.idle_blocks() if block not in in_vain]
+    cache.check_integrity()

@@ -325,6 +325,25 @@ def test_a_use_renews_a_pin(uses: int) -> None:
     assert len(cache.pins) == 0
 
 
+@pytest.mark.parametrize("lifetimes_s", [(5.0, 50.0), (50.0, 5.0)])
+def test_a_chain_that_is_pinned_twice_has_the_longer_time_from_then_and_from_each_use_on(
+    lifetimes_s: tuple[float, float],
+) -> None:
+    cache = cache_of(16, 8)
+    sequence = serve(cache, [1] * 9)
+    assert sequence is not None
+    for lifetime_s in lifetimes_s:
+        cache.keep(sequence, 4, lifetime_s)
+    cache.release(sequence)
+    cache.advance(40.0)
+    again = serve(cache, [1] * 9)
+    assert again is not None
+    cache.release(again)
+    for now_s, pinned in ((89.0, 4), (90.0, 0)):
+        cache.advance(now_s)
+        assert len(cache.pins) == pinned
+
+
 def test_many_renewals_leave_nothing_behind() -> None:
     cache = cache_of(64, 32)
     for i in range(400):

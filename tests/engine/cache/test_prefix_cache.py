@@ -230,3 +230,22 @@ def test_a_reset_keeps_the_columns_which_are_frozen() -> None:
     after = [indexed.digests, indexed.parents, indexed.keys, index.of, index.contents]
     assert all(a is b for a, b in zip(columns, after, strict=True))
     assert run(cache, range(9)) == 0
+
+
+def test_a_chain_branches_off_only_where_another_one_has_gone_on() -> None:
+    """What was shared, evicted and computed again still counts as shared, but nobody has gone on behind it since."""
+    cache = PrefixCache(blocks_total=8, block_size=1)
+
+    def shared_by(prompt: list[int]) -> int:
+        sequence = cache.open(prompt)
+        assert cache.admit(sequence, len(prompt)) is not None
+        found = cache.branches_off(sequence)
+        cache.commit(sequence, len(prompt))
+        cache.release(sequence)
+        return found
+
+    assert [shared_by([1, 2, last]) for last in (3, 4, 5)] == [0, 2, 3]
+    assert shared_by(list(range(10, 18))) == 0
+    assert not cache.find(cache.open([1, 2]), 2), "all blocks were needed"
+    assert [shared_by([1, 2]), shared_by([1, 2, 6])] == [0, 0]
+    assert shared_by([1, 2, 7]) > 3

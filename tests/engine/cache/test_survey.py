@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,15 +40,16 @@ def prompt_of(family: int, length: int, tail: int) -> list[int]:
 
 @settings(max_examples=60)
 @given(
+    total=st.integers(4, 40),
     prompts=PROMPTS,
     kept=st.integers(0, 3),
     eviction=st.sampled_from(Eviction),
     index=st.sampled_from((IndexKind.HASH, IndexKind.RADIX)),
 )
 def test_a_survey_counts_every_block_once(
-    prompts: list[tuple[int, int, int]], kept: int, eviction: Eviction, index: IndexKind
+    total: int, prompts: list[tuple[int, int, int]], kept: int, eviction: Eviction, index: IndexKind
 ) -> None:
-    cache = PrefixCache(40, BLOCK, eviction=eviction, index=index)
+    cache = PrefixCache(total, BLOCK, eviction=eviction, index=index)
     for i, made in enumerate(prompts):
         answer(cache, prompt_of(*made), keep=i < kept)
     seen = cache.survey().result(MOST_PREFIXES)
@@ -54,10 +58,18 @@ def test_a_survey_counts_every_block_once(
     assert sum(blocks.values()) == cache.pool.total
     assert cached == cache.indexed_blocks == sum(tree["blocks_by_tokens"].values()) == sum(seen["age_steps"].values())
     assert blocks["free"] + blocks["idle"] == cache.pool.available
-    assert tree["chains"] <= tree["leaves"] <= cached
-    assert seen["free_runs"]["runs"] <= blocks["free"]
-    assert seen["free_runs"]["longest_blocks"] <= blocks["free"]
-    assert (seen["free_runs"]["runs"] > 0) == (blocks["free"] > 0)
+    found = [prompt_of(*made) for made in prompts]
+    chains = {tuple(p[:n]) for p in found for n in range(BLOCK, BLOCK * len(cache.find(cache.open(p), 9)) + 1, BLOCK)}
+    children = Counter(chain[:-BLOCK] for chain in chains)
+    assert {name: tree[name] for name in ("chains", "leaves", "branches", "deepest_tokens")} == {
+        "chains": children[()],
+        "leaves": sum(chain not in children for chain in chains),
+        "branches": sum(children[chain] > 1 for chain in chains),
+        "deepest_tokens": max(map(len, chains), default=0),
+    }
+    free = set(cache.pool.free_blocks())
+    runs = "".join(".F"[block in free] for block in range(cache.pool.total)).replace(".", " ").split()
+    assert seen["free_runs"] == {"runs": len(runs), "longest_blocks": max(map(len, runs), default=0)}
     uses = [one["uses"] for one in seen["hottest"]]
     assert uses == sorted(uses, reverse=True)
     assert all(use > 1 for use in uses)
@@ -87,6 +99,14 @@ def test_ages_are_in_steps() -> None:
         cache.end_step()
     answer(cache, [3] * 4 + [2])
     assert cache.survey().result(1)["age_steps"] == {"<1": 1, "<16": 2}
+
+
+@pytest.mark.parametrize("index", IndexKind)
+def test_a_survey_of_an_empty_cache_has_nothing_but_free_blocks(index: IndexKind) -> None:
+    seen = PrefixCache(10, BLOCK, index=index).survey().result(5)
+    assert seen["blocks"] == {"used": 0, "used_cached": 0, "idle": 0, "free": 10}
+    assert seen["tree"] == {"chains": 0, "leaves": 0, "branches": 0, "deepest_tokens": 0, "blocks_by_tokens": {}}
+    assert seen["free_runs"] == {"runs": 1, "longest_blocks": 10}
 
 
 def test_a_cache_that_is_off_is_surveyed_too() -> None:

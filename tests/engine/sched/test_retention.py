@@ -161,6 +161,19 @@ def test_running_requests_and_those_that_wait_get_what_nobody_asked_for() -> Non
     assert served.cache.pins.given_up == 0
 
 
+def test_the_time_that_a_client_asks_for_runs_from_the_end_of_its_prompt() -> None:
+    """A long answer does not prolong it. The pin's last second is the same whether the answer took long or not."""
+    served = Served(pinned=8)
+    served.add(list(range(100, 116)), 6, mark_s=10.0)
+    while served.scheduler.has_work:
+        served.step()
+        served.now_s += 1.0
+    assert served.now_s == 6.0
+    for now_s, pinned in ((9.9, 4), (10.0, 0)):
+        served.scheduler.advance(now_s)
+        assert len(served.cache.pins) == pinned
+
+
 def test_a_request_that_nothing_else_runs_beside_begins_in_the_step_that_ends_the_pins() -> None:
     served = Served(blocks=10, pinned=8)
     served.add([7] * 32, mark_s=50.0)

@@ -74,6 +74,18 @@ def test_identical_prompts_in_flight_are_computed_once() -> None:
     assert scheduler.stats().prompt_tokens_hit == 4 * 36
 
 
+def test_nobody_waits_for_a_block_that_could_not_be_reused() -> None:
+    """The last token of a prompt is always computed. So a prompt that ends with a block does not reuse this block."""
+    scheduler = make(step_tokens=6, running=4)
+    scheduler.add(Request(0, list(range(12)), max_tokens=1))
+    assert ids(step(scheduler)) == [0]
+    scheduler.add(Request(1, list(range(8)), max_tokens=1))
+    scheduler.add(Request(2, list(range(9)), max_tokens=1))
+    plan = step(scheduler)
+    assert [(each.request.id, each.start) for each in plan.chunks] == [(0, 4), (1, 4)]
+    assert 2 not in ids(plan), "this one can reuse the block, so it waits"
+
+
 def test_waiting_for_an_aborted_owner_ends() -> None:
     scheduler = make(step_tokens=8)
     scheduler.add(Request(0, list(range(40)), max_tokens=2))
@@ -114,6 +126,46 @@ def test_full_pool_preempts_the_youngest_and_its_output_stays() -> None:
     assert all(0 in ids(plan) for plan in plans[: ids_until(plans, 0)]), "the oldest never waits"
     repeated = [c for plan in plans for c in plan.chunks if not c.decodes and c.start + len(c.tokens) > 3]
     assert {chunk.request.id for chunk in repeated} == {1}
+
+
+@given(ends=st.lists(st.sampled_from(["length", "stop", "abort"]), max_size=8))
+def test_each_request_counts_once_as_what_ended_it(ends: list[str]) -> None:
+    """The sampled token is always 1."""
+    scheduler = make()
+    for i, end in enumerate(ends):
+        stops = frozenset({1}) if end == "stop" else frozenset[int]()
+        scheduler.add(Request(i, [i, 0], max_tokens=2, stop_token_ids=stops))
+        if end == "abort":
+            assert scheduler.abort(i)
+    drain(scheduler)
+    stats = scheduler.stats()
+    counted = (stats.finished_length, stats.finished_stop, stats.aborted)
+    assert counted == tuple(map(ends.count, ("length", "stop", "abort")))
+
+
+def test_who_is_overtaken_is_told_by_age_and_not_by_the_order_of_admission() -> None:
+    """In the first step the third request is admitted before the first; it alone overtakes the second."""
+    scheduler = make(running=2, overtakes=1)
+    for i, tokens in enumerate((2, 30, 1)):
+        scheduler.add(Request(i, list(range(100 * i, 100 * i + tokens)), max_tokens=1))
+    assert ids(step(scheduler)) == [2, 0]
+    for i in (3, 4):
+        scheduler.add(Request(i, [100 * i], max_tokens=1))
+    assert ids(step(scheduler))[0] == 1
+
+
+def test_a_preempted_request_goes_before_one_that_never_ran() -> None:
+    """That one has less to compute, so it would go first otherwise."""
+    scheduler = make(blocks=6, block_size=2, running=2)
+    for i in range(2):
+        scheduler.add(Request(i, [10 * i + 1, 10 * i + 2, 10 * i + 3], max_tokens=8))
+    step(scheduler)
+    scheduler.add(Request(2, [99], max_tokens=1))
+    plans = drain(scheduler)
+    assert scheduler.stats().preemptions >= 1
+    begins = next(i for i, plan in enumerate(plans) if 2 in ids(plan))
+    back = next(i for i, plan in enumerate(plans) if any(c.request.id == 1 and not c.decodes for c in plan.chunks))
+    assert back <= begins
 
 
 def ids_until(plans: list[StepPlan], request_id: int) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.contract.load import StepCost
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import Request
-from engine.sched.step_cost import StepCostFit, step_features
+from engine.sched.step_cost import StepCostFit, _non_negative_least_squares, _try_every_set, pace_of, step_features
 
 TRUE = StepCost(base_s=4e-3, token_s=2e-5, attention_s=1e-9, context_s=7e-8, sequence_s=3e-5)
 
@@ -46,6 +46,17 @@ def train(fit: StepCostFit, rng: random.Random, steps: int, true: StepCost = TRU
 def test_features_follow_the_definition_of_step_cost() -> None:
     plan = StepPlan((chunk(100, 50), chunk(7, 1, decodes=True), chunk(9, 1, decodes=True)))
     assert step_features(plan) == (1, 50, 50 * 125, 8 + 10, 2)
+
+
+def test_a_pace_is_that_of_the_step_and_of_its_decodes_alone() -> None:
+    rng = random.Random(5)
+    for prefill in (True, False) * 10:
+        plan = random_plan(rng, prefill=prefill)
+        decodes = StepPlan(tuple(each for each in plan.chunks if each.decodes))
+        assert pace_of(TRUE, plan.chunks) == pytest.approx((seconds(TRUE, plan), seconds(TRUE, decodes)))
+    alone = StepPlan((chunk(0, 512),))
+    assert pace_of(TRUE, alone.chunks) == pytest.approx((seconds(TRUE, alone), 0.0))
+    assert pace_of(TRUE, ()) == (0.0, 0.0)
 
 
 def test_nothing_is_claimed_before_a_few_prefills_were_seen() -> None:
@@ -108,6 +119,22 @@ def test_thousands_of_decode_steps_do_not_erase_what_prefill_costs() -> None:
     for _ in range(5000):
         fit.observe(plan, seconds(TRUE, plan))
     assert fit.cost().token_s == pytest.approx(TRUE.token_s, rel=0.05)
+
+
+def test_no_other_coefficients_fit_better() -> None:
+    """At the least squares over numbers of at least 0, a slope is 0, or the number is 0 and would have to fall."""
+    rng = random.Random(6)
+    for _ in range(300):
+        features = [[rng.choice((0.0, rng.random())) for _ in range(5)] for _ in range(rng.randint(1, 12))]
+        wanted = [rng.gauss(0.3, 1.0) for _ in features]
+        matrix = [[sum(row[i] * row[j] for row in features) for j in range(5)] for i in range(5)]
+        vector = [sum(row[i] * y for row, y in zip(features, wanted, strict=True)) for i in range(5)]
+        present = tuple(i for i in range(5) if matrix[i][i] > 0)
+        for found in (_non_negative_least_squares(matrix, vector), _try_every_set(matrix, vector, present)):
+            slopes = [vector[i] - sum(a * w for a, w in zip(matrix[i], found, strict=True)) for i in range(5)]
+            assert min(found) >= 0
+            assert max(slopes) < 1e-5
+            assert all(abs(slope) < 1e-5 for slope, w in zip(slopes, found, strict=True) if w > 0)
 
 
 def test_steps_that_never_vary_are_predicted() -> None:

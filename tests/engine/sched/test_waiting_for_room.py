@@ -88,6 +88,20 @@ def test_every_step_is_that_of_a_scheduler_that_tries_each_time(
         assert ours
 
 
+@pytest.mark.parametrize("tokens", range(1, 37))
+def test_a_request_begins_when_just_what_it_lacks_is_given_back(tokens: int) -> None:
+    """The pool has ten blocks. The first request gives its own back while the second still runs."""
+    schedulers = [make(kind, IndexKind.HASH, Eviction.LRU, 10) for kind in (Scheduler, Forgetful)]
+    for scheduler in schedulers:
+        scheduler.add(Request(0, list(range(11)), 2))
+        scheduler.add(Request(1, list(range(100, 109)), 4))
+        step(scheduler, 0.0)
+        scheduler.add(Request(2, list(range(200, 200 + tokens)), 1))
+    while any(scheduler.has_work for scheduler in schedulers):
+        ours, theirs = (step(scheduler, 0.0) for scheduler in schedulers)
+        assert ours == theirs
+
+
 @pytest.mark.parametrize("index", [IndexKind.HASH, IndexKind.RADIX])
 def test_what_waits_is_not_matched_in_each_step(index: IndexKind) -> None:
     scheduler = make(Scheduler, index, Eviction.LRU, 300)

@@ -94,6 +94,18 @@ async def test_a_stored_beginning_is_put_in_front_of_what_names_it() -> None:
         assert (missing.status, missing.json["error"]["code"]) == (404, "cache_not_found")
 
 
+@pytest.mark.parametrize("left_out", ["system", "messages"])
+async def test_a_system_prompt_or_messages_alone_can_be_stored(left_out: str) -> None:
+    engine = Engine("a", DONE)
+    async with running(engine) as gateway:
+        contents = {name: value for name, value in STORED.items() if name != left_out}
+        status, made = await call(gateway, "POST", CACHES, contents)
+        assert status == 200
+        assert (await call(gateway, "POST", MESSAGES, {"messages": ASK, "cached_content": made["name"]}))[0] == 200
+        assert engine.last()["messages"] == [*contents.get("messages", []), *ASK]
+        assert engine.last().get("system") == contents.get("system")
+
+
 async def test_an_engine_that_keeps_marks_is_asked_to_keep_the_contents() -> None:
     engine = Engine("a", DONE)
     engine.keeps = True

@@ -90,6 +90,7 @@ async def test_unready_until_discovery_has_a_first_set_and_ready_with_an_empty_o
         await eventually(lambda: gateway.app[FLEET].is_probed)
         ready = await gateway.get("/ready")
         assert (ready.status, ready.json["pods"]) == (200, {"known": 0, "admitted": 0, "ejected": 0})
+        assert (ready.json["registry"]["configured"], ready.json["registry"]["connected"]) == (False, False)
         answer = await gateway.post(ask("m"))
         assert (answer.status, int(answer.headers["Retry-After"]) >= 1) == (503, True)
         assert answer.json["error"]["type"] == "service_unavailable_error"

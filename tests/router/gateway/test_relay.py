@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.contract.errors import ApiError
 from router.gateway.engine_client import BrokeOff
 from router.gateway.relay import HELD_BYTES, Relay, UpstreamBroke
-from router.gateway.usage import Tail, Usage, usage_in
+from router.gateway.usage import TAIL_BYTES, Tail, Usage, usage_in
 
 ERROR = ApiError("broken")
 ERROR_EVENT = b"data: " + ERROR.body() + b"\n\n"
@@ -108,6 +108,15 @@ def test_an_event_is_not_held_for_ever_and_a_break_within_it_is_still_its_own_ev
     assert sink.data == long + b"\n\n" + ERROR_EVENT
 
 
+def test_an_error_follows_a_long_event_that_has_ended_as_it_follows_any_other() -> None:
+    """No line stands between them: only a cut event has to be ended before the error."""
+    long = [b"data: " + b"x" * HELD_BYTES, b"the end\n\n"]
+    for chunks in (long, [*long, b"data: short\n\n"], [*long, b"data: cut"]):
+        sink, is_broken = relay(chunks, BrokeOff())
+        assert is_broken
+        assert sink.data == b"".join(chunks).removesuffix(b"data: cut") + ERROR_EVENT
+
+
 def test_whole_events_are_not_joined() -> None:
     sink, _ = relay([b"data: 1\n\n", b"data: 2\n\n"])
     assert sink.writes == [b"data: 1\n\n", b"data: 2\n\n"]
@@ -153,6 +162,30 @@ async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None
 )
 def test_usage_is_found_at_the_end(tail: bytes, usage: Usage) -> None:
     assert usage_in(tail) == usage
+
+
+@given(first=st.integers(-3, 40))
+def test_the_last_usage_is_final_if_all_of_it_is_in_the_tail_wherever_the_tail_begins(first: int) -> None:
+    """`first`: the place of the usage in the tail; below 0, its beginning is no longer there."""
+    counts = b'"usage":{"prompt_tokens":7,"completion_tokens":3},"choices":[]}\n\n'
+    ping = b": ping\n\n"
+    end = ping * 1000
+    body = b'data: {"choices":[{"text":"a"}]}\n\n' * 10 + b"data: {" + counts + end[: TAIL_BYTES - len(counts) - first]
+    tail = Tail()
+    tail.add(body)
+    assert tail.last_bytes()[max(0, first) :].startswith(counts[max(0, -first) :][:20])
+    usage = tail.usage()
+    assert usage.is_final == (first >= 0)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
+
+
+def test_a_usage_beside_text_is_not_final_because_an_earlier_event_had_no_text() -> None:
+    tail = Tail()
+    tail.add(b'data: {"choices":[],"id":"1"}\n\n')
+    tail.add(b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n')
+    assert not tail.usage().is_final
+    tail.add(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n')
+    assert tail.usage().is_final
 
 
 @given(st.text())

@@ -156,6 +156,25 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
     assert 0 < sum(room < 500 for room in rooms) < PODS
 
 
+def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
+    """Some hold a part of the prompt in host memory, others on disk; fetching it takes a part of computing it."""
+    worlds = [World(1), World(sys.maxsize)]
+    rng = random.Random(4)
+    chosen = set()
+    for number in range(200):
+        place, tier, strides = rng.randrange(PODS), rng.choice((1, 2)), rng.randrange(1, 7)
+        asked = []
+        for world in worlds:
+            stored: list[tuple[PrefixKey, ...]] = [(), (), ()]
+            stored[tier] = world.inbound(number).keys[:strides]
+            world.index.apply(world.listed[place].pod_id, (), (stored[0], stored[1], stored[2]))
+            least_s = world.chooser.least_ttft_s(world.inbound(number))
+            asked.append((round(least_s, 12), world.ask(number, POLICY)))
+        assert asked[0] == asked[1], number
+        chosen.add(asked[0][1][0])
+    assert len(chosen) > 3
+
+
 def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
     """The least time to the first token, and how long a request should wait for pods without room."""
     worlds = [World(1), World(sys.maxsize)]

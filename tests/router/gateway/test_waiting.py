@@ -91,6 +91,7 @@ async def test_what_an_engine_may_not_get_waits_and_goes_by_priority() -> None:
         assert order.index(4) < order.index(2)
         text = (await gateway.get("/metrics")).body.decode()
         assert "warmroute_gateway_queue_seconds_count 4.0" in text
+        assert 'warmroute_gateway_tenant_queue_seconds_count{tenant="default"} 4.0' in text
         assert 'warmroute_gateway_queue_requests{model="m"} 0.0' in text
 
 

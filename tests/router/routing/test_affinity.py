@@ -59,6 +59,15 @@ def test_memory_is_bounded_and_keeps_the_heaviest() -> None:
     assert counters.share(keys(7)[-1], 30.0) == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_newcomer_counts_from_its_first_request_on_though_there_are_as_many_keys_as_are_kept() -> None:
+    counters = shares()
+    for name in range(25):
+        counters.record(tuple(PrefixKey(1000 * name + i) for i in range(4)), 10.0, now_s=0.0)
+    for _ in range(30):
+        counters.record((PrefixKey(99),), 1.0, now_s=0.0)
+    assert counters.share(PrefixKey(99), 0.0) == pytest.approx(30 / (250 + 30))
+
+
 def test_gateways_that_exchange_reports_agree() -> None:
     one, other = shares(), shares()
     for _ in range(30):
@@ -175,6 +184,17 @@ def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
     assert policy.choose(request, pods).pod == home
     pods[home] = replace(pods[home], in_flight=40)
     assert policy.choose(request, pods).pod != home
+
+
+@pytest.mark.parametrize("strides", [1, 2, 5])
+def test_a_pod_is_no_home_of_a_prompt_of_which_it_holds_less_than_a_key(strides: int) -> None:
+    """Keys stand for equal parts of a prompt. A pod that holds the first of them is a home, so it gets the request
+    although it has more to do."""
+    request = RequestInfo(keys(3, strides - 1), 1000, 0.0)
+    for tokens, is_home in ((1000 // strides, True), (1000 // strides - 2, False)):
+        pods = list(PODS)
+        pods[3] = replace(pods[3], matched_tokens=tokens, in_flight_uncached_tokens=3000)
+        assert (groups_policy().choose(request, pods).pod == 3) == is_home
 
 
 def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> None:

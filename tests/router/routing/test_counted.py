@@ -106,3 +106,17 @@ def test_pods_whose_metrics_say_that_requests_wait_are_backed_up() -> None:
     assert state.waiting(12.5) == 2
     count(state, Counts(running=4, waiting=0), now_s=13.0)
     assert state.backed_up_s(13.5) == 0.0
+
+
+@given(decoding=st.integers(1, 9))
+def test_what_another_gateway_tells_is_taken_out_of_the_count_with_its_part_of_the_context(decoding: int) -> None:
+    """All requests of the count decode; one after the other becomes known here."""
+    state = PodState()
+    count(state, Counts(running=decoding, waiting=0, kv_used=0.9), capacity_tokens=10_000)
+    before = view(state, 10.0).context_tokens
+    for known in range(1, decoding + 1):
+        state.sent_elsewhere(f"{known}", prompt_tokens=1000, uncached_tokens=1, output_tokens=0, now_s=9.0)
+        state.finished_elsewhere(f"{known}", now_s=10.0)
+        seen = view(state, 10.0)
+        assert (seen.in_flight, seen.decoding) == (decoding - known, decoding - known)
+        assert abs(seen.context_tokens - before * (decoding - known) / decoding) <= decoding

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.contract.load import LoadReport, StepCost
 from router.routing.latency import PRIOR
 from router.routing.pod_state import PodState
-from router.routing.reported import STALE_S
+from router.routing.reported import FRESH_S, STALE_S
 from router.routing.types import PodId, PodView
 
 COST = StepCost(base_s=0.005, token_s=1e-4)
@@ -188,6 +188,30 @@ def test_a_report_of_less_is_believed() -> None:
     send(state, "a", 10_000, 1.0)
     state.report(LoadReport(waiting=1, uncached_tokens=1000, cost=COST), now_s=1.5)
     assert view(state, 1.5).prefill_free_at_s == pytest.approx(1.6, abs=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
+def test_what_is_queued_takes_as_much_longer_as_a_report_says_that_the_pod_is_slower(factor: float) -> None:
+    state = reporting()
+    send(state, "a", 1000, 1.0)
+    send(state, "b", 2000, 1.0)
+    before_s = view(state, 1.0).prefill_free_at_s - 1.0
+    cost = replace(COST, token_s=factor * COST.token_s)
+    state.report(LoadReport(waiting=2, uncached_tokens=3000, cost=cost), now_s=1.0)
+    assert view(state, 1.0).prefill_free_at_s - 1.0 == pytest.approx(factor * before_s)
+
+
+@given(own=st.integers(0, 5), waiting=st.integers(0, 9), age_s=st.floats(0, 2 * FRESH_S))
+def test_requests_without_a_first_token_are_this_gateways_or_more_if_a_fresh_report_says_so(
+    own: int, waiting: int, age_s: float
+) -> None:
+    state = PodState()
+    for number in range(own):
+        send(state, f"{number}", 100, 1000.0)
+    assert state.waiting(1000.0) == own
+    state.report(LoadReport(waiting=waiting), now_s=1000.0)
+    for at_s in (0.0, age_s, FRESH_S):
+        assert state.waiting(1000.0 + at_s) == (max(own, waiting) if at_s < FRESH_S else own)
 
 
 def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:

@@ -370,6 +370,14 @@ def test_a_pod_of_half_the_speed_is_told_apart() -> None:
     assert {policy.choose(request, pods).pod for request in requests} == {1, 2}
 
 
+def test_a_pod_of_another_speed_keeps_its_own_fixed_time() -> None:
+    """Its peers report the fixed part of a step, and it does not: what was learnt of it stands for that part."""
+    slow, *fast = idle(3)
+    slow = replace(slow, cost=StepCost(token_s=4 * COST.token_s), overhead_s=0.5)
+    alone_s, beside_s = idle_ttfts_s([slow])[0], idle_ttfts_s([slow, *fast])[0]
+    assert beside_s == pytest.approx(alone_s)
+
+
 def test_a_pod_nothing_is_known_of_counts_as_fast_as_its_peers() -> None:
     pods = [replace(pod, in_flight=4, decoding=3, prefill_free_at_s=NOW_S + 0.02) for pod in idle(3)]
     pods.append(PodView(PodId("pod-9"), cost=StepCost(base_s=0.01, token_s=1e-4), cost_is_prior=True))

@@ -108,6 +108,14 @@ def test_a_pod_that_joins_begins_with_what_its_like_have_taught() -> None:
     assert not new.is_known(pods.now_s + OBSERVATION_S + 1)
 
 
+def test_the_mean_of_all_pods_follows_what_answers_say_now() -> None:
+    """What they said ten minutes ago counts for nothing, however much they said."""
+    pool = SpeedPool()
+    for number in range(100):
+        pool.mean_with(1.0, 1.0, float(number))
+    assert pool.mean_with(-1.0, 1.0, 700.0) == pytest.approx(-1.0, abs=0.01)
+
+
 def test_few_answers_are_of_no_known_speed() -> None:
     speed = PodSpeed(SpeedPool())
     for i in range(ENOUGH_OBSERVATIONS - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from router.routing.parting import Parting
 from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.predicted_ttft import PredictedTtft
-from router.routing.types import PodId, PodView, RequestInfo
+from router.routing.types import PodId, PodView, Policy, RequestInfo
 from router.routing.wide import PodTable, WidePolicy
 
 STRIDE_TOKENS = 64
@@ -195,6 +196,69 @@ class Fleet(RuleBasedStateMachine):
 def test_many_pods_at_once_and_one_by_one_decide_alike(name: str) -> None:
     machine = type("Machine", (Fleet,), {"policy": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None))
+
+
+def decide_alike(one: Policy, many: Policy, request: RequestInfo, table: PodTable, held: Mapping[PodId, int]) -> PodId:
+    """Decide in both ways, for pods that hold so many tokens of the prompt; return the pod."""
+    states = dict(zip(table.ids, table._states, strict=True))
+    views = [state.view(pod, now_s=request.now_s, matched_tokens=held[pod]) for pod, state in states.items()]
+    seen = table.at(request.now_s)
+    for tokens in sorted(set(held.values()) - {0}):
+        seen.hold(table.rows([pod for pod in table.ids if held[pod] >= tokens]), tokens)
+    assert isinstance(many, WidePolicy)
+    expected, decision = one.choose(request, views), many.choose_wide(request, seen)
+    assert decision.pod == expected.pod
+    return table.ids[decision.pod]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_of_popular_prefixes_decide_alike_however_unlike_the_loads(seed: int) -> None:
+    rng = random.Random(seed)
+    states = {PodId(f"pod-{i}"): PodState() for i in range(8)}
+    table = PodTable(states.items())
+    policies = make_policy("affinity_groups"), make_policy("affinity_groups")
+    held: dict[PrefixKey, set[PodId]] = {}
+    for number in range(600):
+        now_s = 0.1 * number
+        state = rng.choice(list(states.values()))
+        crowd, tokens = rng.choice(((0, 0), (1, 500), (4, 900), (9, 0), (30, 5000)))
+        state.report(LoadReport(running=crowd, uncached_tokens=tokens, decoding=crowd, cost=COST), now_s=now_s)
+        if number % 100 == 50:
+            state.weight = rng.choice((0.5, 1.0, 2.0))
+        name = rng.choice((0, 0, 0, 1, 2 + number % 40, 2 + number % 40))
+        shared = rng.choice((3, 3, 8)) if name < 2 else 4
+        keys = tuple(PrefixKey((name + 1) * 2**32 + i) for i in range(shared))
+        keys += tuple(PrefixKey(2**60 + 100 * number + i) for i in range(rng.choice((0, 1, 4))))
+        matched = dict.fromkeys(states, 0)
+        for depth, key in enumerate(keys, start=1):
+            matched |= dict.fromkeys(held.get(key, ()), depth * STRIDE_TOKENS)
+        prompt = len(keys) * STRIDE_TOKENS + rng.choice((0, 1, 40))
+        chosen = decide_alike(*policies, RequestInfo(keys, prompt, now_s, 60), table, matched)
+        for key in keys:
+            held.setdefault(key, set()).add(chosen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equally_warm_pods_decide_alike_within_a_step_of_the_last_request(seed: int) -> None:
+    """Each holds all of the prompt, so a request takes less time than the step that it waits for."""
+    rng = random.Random(seed)
+    states = {PodId(f"pod-{i}"): PodState() for i in range(4)}
+    table = PodTable(states.items())
+    policies = make_policy("predicted_ttft"), make_policy("predicted_ttft")
+    for state in states.values():
+        state.report(LoadReport(cost=COST), now_s=0.0)
+    begun: list[tuple[PodState, str]] = []
+    now_s = 1.0
+    for number in range(600):
+        now_s += rng.choice((0.0, 5e-4, 2e-3, 8e-3))
+        chosen = decide_alike(*policies, RequestInfo(KEYS[0], 800, now_s, 60), table, dict.fromkeys(states, 800))
+        states[chosen].sent(str(number), prompt_tokens=800, uncached_tokens=1, output_tokens=60, now_s=now_s)
+        begun.append((states[chosen], str(number)))
+        for state, request in rng.sample(begun, rng.choice((0, 1, 2)) if len(begun) > 4 else 0):
+            state.first_token(request, now_s=now_s)
+            if rng.random() < 0.5:
+                state.finished(request, now_s=now_s)
+                begun.remove((state, request))
 
 
 def test_a_row_is_made_anew_when_what_was_seen_of_a_pods_speed_is_too_old() -> None:
