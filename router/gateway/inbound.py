@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import orjson
-
 from engine.contract import headers
 from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
@@ -20,7 +18,7 @@ from router.fleet.probe import ServedModel
 from router.gateway.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
-from router.gateway.fields import with_fields
+from router.gateway.fields import body_of, with_fields
 from router.gateway.hints import session_of
 from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
@@ -146,7 +144,7 @@ class Reader:
             if fields[FIELD] is not None:
                 raise NamesCache(fields)
             del fields[FIELD]  # null: no cache, and engines do not know the field
-            body = orjson.dumps(fields)
+            body = body_of(fields)
         if endpoint is None:
             endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)

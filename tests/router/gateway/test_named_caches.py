@@ -205,6 +205,25 @@ async def test_requests_that_cannot_go_on_from_a_cache_are_refused_by_name(
         assert param in answer["error"].get("param", answer["error"]["message"])
 
 
+async def test_what_is_nested_deeper_than_can_be_written_is_refused() -> None:
+    def nested(fields: dict[str, Any]) -> bytes:
+        """The fields, and one more that is nested as deeply as orjson reads and deeper than it writes."""
+        return orjson.dumps(fields)[:-1] + b',"user":' + b"[" * 500 + b"]" * 500 + b"}"
+
+    engine = Engine("a", DONE)
+    async with running(engine) as gateway:
+        name = (await call(gateway, "POST", CACHES, STORED))[1]["name"]
+        deep = nested({"role": "user"})
+        for path, body in (
+            (CACHES, b'{"model":"m","messages":[%b]}' % deep),
+            (CHAT, nested({"messages": ASK, "cached_content": name})),
+            (CHAT, nested({"model": "m", "messages": ASK, "cached_content": None})),
+        ):
+            answer = await gateway.post(body, path=path)
+            assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert not engine.received
+
+
 async def test_errors_name_the_bounds_and_nothing_is_stored_if_caches_are_off() -> None:
     async with running(Engine("a", DONE), named_caches=2, named_cache_mib=1) as gateway:
         large = {**STORED, "system": "x" * (MIB - 5000)}
