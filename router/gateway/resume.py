@@ -38,6 +38,17 @@ _COMPLETE = b'"answer_complete"'
 """Our engine's error code if nothing is left to generate."""
 
 
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Return the fields of a request; none if they could not be written again, since orjson reads deeper nesting than
+    it writes."""
+    fields: dict[str, Any] = orjson.loads(body)
+    try:
+        orjson.dumps(fields)
+    except orjson.JSONEncodeError:
+        return {}
+    return fields
+
+
 def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> str:
     """Return what makes it impossible to get the rest from any other pod; empty if nothing does."""
     if said.obstacle:
