@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -336,6 +337,19 @@ async def test_a_store_keeps_each_for_its_time(
         assert await store.remove("t", long.id)
         assert not await store.remove("t", long.id)
         assert await store.get("t", long.id) is None
+
+
+async def test_what_has_expired_leaves_the_memory_though_its_tenant_does_not_come_back() -> None:
+    clock = Clock()
+    store, contents = MemoryCaches(CacheBounds(2, 100), clock), bytes(50)
+    mine = sys.getrefcount(contents)
+    await store.add("gone", meta_of(clock, 10), contents)
+    clock.now_s += 9
+    await store.add("other", meta_of(clock, 10), b"{}")
+    assert sys.getrefcount(contents) > mine
+    clock.now_s += 1
+    await store.add("other", meta_of(clock, 10), b"{}")
+    assert sys.getrefcount(contents) == mine
 
 
 @pytest.mark.realtime
