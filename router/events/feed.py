@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 32_768
 """Requests whose blocks may still come, over all pods. The oldest is given up first."""
+MAX_SESSION_KEYS = 2**22
+"""Prefix keys of these requests together, about 160 MiB: clients choose how long prompts are."""
 SETTLE_S = 1.0
 """Seconds after a request's answer within which its events come, if there are any."""
 SILENT_AFTER = 32
@@ -171,6 +173,7 @@ class EventFeed:
         self._pods: dict[PodId, _Followed] = {}
         self._spaces: dict[tuple[str, int], _Space] = {}
         self._sessions: OrderedDict[tuple[PodId, str], Request] = OrderedDict()
+        self._session_keys = 0
         self._answered: deque[tuple[float, PodId, Request]] = deque(maxlen=MAX_SESSIONS)
 
     # -- what requests say --------------------------------------------------------------------------------------
@@ -212,8 +215,10 @@ class EventFeed:
             return
         size = (len(keys) + 0.5) * self._stride if prompt_bytes is None else float(prompt_bytes)
         self._sessions[pod_id, session_id] = Request(keys, size, float(prompt_tokens))
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        self._session_keys += len(keys)
+        while len(self._sessions) > MAX_SESSIONS or self._session_keys > MAX_SESSION_KEYS:
+            _, oldest = self._sessions.popitem(last=False)
+            self._session_keys -= len(oldest.keys)
 
     def on_answered(self, pod_id: PodId, session_id: str, prompt_tokens: int | None) -> None:
         """Note that the request was answered. `prompt_tokens`: the engine's count; None if the engine does not say."""

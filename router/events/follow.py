@@ -21,6 +21,8 @@ from router.routing.types import PodId
 log = logging.getLogger(__name__)
 
 _MAX_SOCKETS = 65_536
+RETRY_S = 5.0
+"""Seconds until a stream that could not be followed is begun anew: descriptors may have been lacking."""
 _TICK_S = 0.05
 _TOPIC_ADDRESS = re.compile(r"@([^@\s]+)@")
 _MAX_STRANGERS = 256
@@ -164,8 +166,19 @@ class Streams:
             rng=self._rng,
         )
         task = self._loop.create_task(stream.run())
-        task.add_done_callback(partial(_look, pod_id))
+        task.add_done_callback(partial(self._ended, pod_id))
         self._streams[pod_id] = (source, stream, task)
+
+    def _ended(self, pod_id: PodId, task: asyncio.Task[None]) -> None:
+        """Log the error of a stream that cannot be followed, and begin it anew later; the others go on."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("KV events of %s are not followed; the next try is in %g s", pod_id, RETRY_S, exc_info=error)
+            self._feed.flows(pod_id, is_flowing=False)
+            self._loop.call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        if self._is_running:
+            self._update()
 
     def totals(self) -> Counter[str]:
         """Return what happened since the start in all streams, those that have ended included."""
@@ -246,9 +259,3 @@ class Streams:
                 who,
             )
         return None
-
-
-def _look(pod_id: PodId, task: asyncio.Task[None]) -> None:
-    """Log the error of a stream that cannot be followed; the others go on."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("KV events of %s are no longer followed", pod_id, exc_info=error)

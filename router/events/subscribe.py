@@ -213,13 +213,14 @@ class Stream:
         assert self.replay_address is not None
         self._answered_at_s = self._loop.time()
         self._wake.set()
-        if self._dealer is None:
-            self._dealer = dealer = self._context.socket(zmq.DEALER)
-            options(dealer)
-            dealer.setsockopt(zmq.SNDHWM, 16)
-            self._loop.add_reader(dealer.fileno(), self._read_dealer)
-            dealer.connect(self.replay_address)
-        with contextlib.suppress(zmq.Again):  # not sent means not answered: the deadline handles it
+        # What cannot be sent is not answered, and the deadline handles that. It may be a socket that is lacking.
+        with contextlib.suppress(zmq.ZMQError):
+            if self._dealer is None:
+                self._dealer = dealer = self._context.socket(zmq.DEALER)
+                options(dealer)
+                dealer.setsockopt(zmq.SNDHWM, 16)
+                self._loop.add_reader(dealer.fileno(), self._read_dealer)
+                dealer.connect(self.replay_address)
             self._dealer.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
         self._loop.call_soon(self._read_dealer)
 

@@ -137,7 +137,7 @@ class HttpProbe:
                 names = response.headers
         except TimeoutError:
             raise ProbeFailed(f"no answer to GET /v1/models within {self._timeout_s:g} s", silent=True) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:  # the last if no host can have that name
             lack = lack_of(error)
             if lack is not None:
                 self._lacks.note(lack)

@@ -155,11 +155,12 @@ class Scraper:
                     await reading.has_begun.wait()
         except TimeoutError:
             silent = [reading.member.url for reading in asked if not reading.has_begun.is_set()]
-            log.warning(
-                "metrics: %d engines have not said within %g s which data-parallel ranks they have, %s among them; "
-                "until they do, each is one target",
-                *(len(silent), FIRST_S, silent[0]),
-            )
+            if silent:  # the last one may have answered just now
+                log.warning(
+                    "metrics: %d engines have not said within %g s which data-parallel ranks they have, %s among them; "
+                    "until they do, each is one target",
+                    *(len(silent), FIRST_S, silent[0]),
+                )
         self.knows_ranks = True
 
     def _look(self, group: asyncio.TaskGroup) -> None:

@@ -19,7 +19,17 @@ from router.gateway.inbound import Inbound
 from router.gateway.outcome import Outcome
 from router.gateway.record import Record
 from router.gateway.relay import Relay, Source, UpstreamBroke
-from router.gateway.resume import MAX_BODY_BYTES, ask, ending, is_complete, obstacle, path_of, rewriter_of, way_of
+from router.gateway.resume import (
+    MAX_BODY_BYTES,
+    ask,
+    ending,
+    fields_of,
+    is_complete,
+    obstacle,
+    path_of,
+    rewriter_of,
+    way_of,
+)
 from router.gateway.said import Said
 from router.gateway.said_responses import ResponseSaid
 from router.gateway.upstream import PodFailed
@@ -65,7 +75,7 @@ class Begun:
         if self.record is None or not self.record.is_kept:
             return
         if not self.fields and len(inbound.body) <= MAX_BODY_BYTES:
-            self.fields = orjson.loads(inbound.body)
+            self.fields = fields_of(inbound.body)
         self.said = self.record.read()
         if self.said.made > self._made_then:
             self._made_then, self.defects = self.said.made, 0

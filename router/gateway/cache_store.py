@@ -66,6 +66,9 @@ class MemoryCaches:
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
         """See CacheStore."""
+        for other in list(self._kept):  # also of tenants that never come back
+            if not self._alive(other):
+                del self._kept[other]
         check_bounds([*await self.all_of(owner), meta], self._bounds)
         self._kept.setdefault(owner, {})[meta.id] = (meta, contents)
 

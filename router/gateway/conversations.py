@@ -33,6 +33,12 @@ def response_id(head: bytes) -> str:
     return found[1].decode() if found else ""
 
 
+def _place_name(field: str, key: str) -> str:
+    """Return the name under which the place of `key` is kept. Clients choose the ids of conversations, so these must
+    never be taken for the ids of responses."""
+    return f"conversation/{key}" if field == "conversation" else key
+
+
 class Conversations:
     """Finds the pods that have conversations. Those of another tenant are reported as unknown."""
 
@@ -49,7 +55,7 @@ class Conversations:
         if inbound.continues is None:
             return None
         name, key = inbound.continues
-        found = await self._places.find(key)
+        found = await self._places.find(_place_name(name, key))
         if found is not None and found.tenant == tenant:
             return found
         is_anothers = found is not None
@@ -95,7 +101,7 @@ class Conversations:
             return
         exchange.keeps = [response_id(head)] if inbound.stores else []
         if inbound.continues is not None and inbound.continues[0] == "conversation":
-            exchange.keeps.append(inbound.continues[1])
+            exchange.keeps.append(_place_name(*inbound.continues))
         exchange.keeps = list(filter(None, exchange.keeps))
         for name in exchange.keeps:
             self._places.put(name, Place(pod, inbound.model, exchange.tenant.name))

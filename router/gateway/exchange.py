@@ -56,7 +56,7 @@ class Exchange:
     begun: Begun | None = None
     """The answer that is passed on as it comes, once the client has the head."""
     keeps: list[str] = field(default_factory=list)
-    """Ids of the response and the conversation that the engine keeps of this request."""
+    """Names of the places of the response and the conversation that the engine keeps of this request."""
     breaks: int = 0
     """Number of times that the stream broke and another pod was to give the rest."""
 

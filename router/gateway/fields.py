@@ -1,4 +1,4 @@
-"""Set top-level fields of a JSON body, and leave every other byte as it came."""
+"""Write JSON bodies: set top-level fields and leave every other byte as it came, or write all fields anew."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from json import JSONDecoder
 from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any
 
 import orjson
 
@@ -16,6 +17,15 @@ MAX_FIELDS = 1000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _value_end = JSONDecoder(parse_int=len, parse_float=len, object_pairs_hook=len).raw_decode
 """Finds where a value ends, without converting it: a number may have any number of digits."""
+
+
+def body_of(fields: Mapping[str, Any]) -> bytes:
+    """Return `fields`, which orjson has read, as a body. Raises BadRequest: orjson reads deeper nesting than it
+    writes."""
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError as error:
+        raise BadRequest(f"the request body is nested too deeply to change it: {error}") from None
 
 
 def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | int]) -> bytes:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import orjson
-
 from engine.contract import headers
 from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
@@ -20,7 +18,7 @@ from router.fleet.probe import ServedModel
 from router.gateway.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
 from router.gateway.errors import NoEngine
 from router.gateway.estimates import Estimates
-from router.gateway.fields import with_fields
+from router.gateway.fields import body_of, with_fields
 from router.gateway.hints import session_of
 from router.gateway.named_cache import FIELD, NamesCache
 from router.gateway.names import Names, first_words, not_allowed
@@ -146,7 +144,7 @@ class Reader:
             if fields[FIELD] is not None:
                 raise NamesCache(fields)
             del fields[FIELD]  # null: no cache, and engines do not know the field
-            body = orjson.dumps(fields)
+            body = body_of(fields)
         if endpoint is None:
             endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)
@@ -159,9 +157,8 @@ class Reader:
         new: dict[str, str | int] = {}
         if name is not None and name != head.model:
             new["model"] = name
-        if self._isolation is not None and (tenant.is_isolated or (salt and self._isolation.has_secret)):
-            salt = self._isolation.salt(tenant, salt)
-            new["cache_salt"] = salt
+        if (own_salt := self._salt(tenant, salt)) is not None:
+            salt = new["cache_salt"] = own_salt
         # Engines accept `priority` only at OpenAI's endpoints.
         has_priority = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
         if self._engine_priority is not None and has_priority and (priority or "priority" in fields):
@@ -212,8 +209,8 @@ class Reader:
         new: dict[str, str | int] = {}
         if name is not None and name != asked:
             new["model"] = name
-        if self._isolation is not None and tenant.is_isolated and path not in FREE:
-            new["cache_salt"] = self._isolation.salt(tenant, "")
+        if path not in FREE and (salt := self._salt(tenant, fields.get("cache_salt"))) is not None:
+            new["cache_salt"] = salt
         estimate = self._estimates.of(model)
         prompt_tokens = 1 if path in FREE else max(1, round(len(body) * estimate.tokens_per_byte))
         return inbound_by_load(
@@ -268,6 +265,15 @@ class Reader:
             session=session_of(incoming, {}, tenant.name),
             upload=upload,
         )
+
+    def _salt(self, tenant: Tenant, asked: object) -> str | None:
+        """Return the salt that engines get for a request of `tenant` that asks for `asked`; None: what it asks for.
+        Raises BadRequest if that is no text."""
+        if self._isolation is None or not (tenant.is_isolated or (asked and self._isolation.has_secret)):
+            return None
+        if not isinstance(asked, str | None):
+            raise BadRequest("cache_salt must be a string", param="cache_salt")
+        return self._isolation.salt(tenant, asked or "")
 
     def _policy(self, asked: str | None) -> str:
         if asked is None:

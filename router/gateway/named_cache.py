@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from engine.contract.errors import BadRequest, quoted
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import MAX_LISTED, Endpoint
+from router.gateway.fields import body_of
 
 FIELD = "cached_content"
 """Field of a request that names the cache it begins with."""
@@ -126,7 +125,7 @@ def parse_new(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> Want
         if not isinstance(message.get("role"), str):
             raise BadRequest(f"messages[{i}].role must be a string such as 'user'", param=f"messages[{i}].role")
     until_s = parse_expiry(fields, now_s, max_ttl_s)
-    return Wanted(model, display, now_s + DEFAULT_TTL_S if until_s is None else until_s, orjson.dumps(contents))
+    return Wanted(model, display, now_s + DEFAULT_TTL_S if until_s is None else until_s, body_of(contents))
 
 
 def parse_renewal(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> float:
@@ -205,7 +204,7 @@ def expanded(
     elif "system" in stored:
         made["system"] = stored["system"]
     made["messages"] = messages
-    return orjson.dumps(made)
+    return body_of(made)
 
 
 def _marked(contents: dict[str, Any], mark: Mapping[str, str]) -> dict[str, Any]:

@@ -30,9 +30,23 @@ RESUMED = frozenset(_APIS)
 """Endpoints whose streams can be resumed."""
 MAX_BODY_BYTES = 2**20
 """Longest request that is parsed again for its rest: parsing and writing it blocks the loop for about 10 ms."""
+MAX_STOP_CHARS = 4096
+"""Longest stop strings together whose beginnings are looked for in the text: the time grows with the square of a
+string's length, and is half a millisecond for one of this length."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 _COMPLETE = b'"answer_complete"'
 """Our engine's error code if nothing is left to generate."""
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Return the fields of a request; none if they could not be written again, since orjson reads deeper nesting than
+    it writes."""
+    fields: dict[str, Any] = orjson.loads(body)
+    try:
+        orjson.dumps(fields)
+    except orjson.JSONEncodeError:
+        return {}
+    return fields
 
 
 def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> str:
@@ -53,7 +67,8 @@ def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> str:
         # `1 == True` in Python.
         if not any(value == allowed and type(value) is type(allowed) for allowed in api.only.get(name, ())):
             return name
-    if any(said.text.endswith(stop[:length]) for stop in _stops(fields.get(api.stop)) for length in _lengths(stop)):
+    text, stops = said.text, _stops(fields.get(api.stop))
+    if sum(map(len, stops)) > MAX_STOP_CHARS or any(text.endswith(s[:length]) for s in stops for length in _lengths(s)):
         return "stop"  # the rest may complete the stop string, whose beginning is sent already
     return ""
 

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 from engine.contract import headers
 from engine.contract.api_keys import authorization_of
 from engine.contract.errors import ApiError
+from engine.contract.log_lines import as_text
 from router.fleet.pod import Lease, Pod
 from router.gateway.admission import Admitted
 from router.gateway.by_load import BY_LOAD
@@ -49,6 +50,8 @@ Responses = Sequence[wire.ProcessingResponse]
 
 READ = frozenset(KEYED).union(BY_LOAD)
 """Paths whose bodies decide where requests go."""
+MAX_LOGGED_CHARS = 2**13
+"""Longest path and client's address in a log line, as of the gateway's own clients."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
@@ -142,7 +145,7 @@ class Call:
         parts, head, now_s = self._parts, message.request_headers, self._clock()
         fields = self._fields = fields_of(head.headers)
         exchange = self._exchange = Exchange(request_id(fields), now_s, now_s + parts.limits.total_s)
-        self._path = fields.get(":path", "").partition("?")[0]
+        self._path = as_text(fields.get(":path", "").partition("?")[0], MAX_LOGGED_CHARS)
         exchange.client_session = fields.get(headers.SESSION)
         if parts.tracer is not None:
             exchange.trace = parts.tracer.begin(fields)
@@ -334,7 +337,8 @@ class Call:
     def _who(self) -> tuple[str | None, str]:
         """Return which key the request came with, and where it came from, if the proxy says so."""
         key_id = None if self._parts.keys is None else key_id_shown(authorization_of(self._fields))
-        return key_id, self._fields.get("x-forwarded-for", "").rpartition(",")[2].strip()
+        client = self._fields.get("x-forwarded-for", "").rpartition(",")[2].strip()
+        return key_id, as_text(client, MAX_LOGGED_CHARS)
 
     # -- both -----------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,8 @@ class Limiter:
             for start in range(0, len(active), BATCH):
                 free = [quota for quota in active[start : start + BATCH] if quota.tenant not in self._asking]
                 if free:
-                    await self._begin(free)
+                    # A report goes on if this is cancelled: the ledger may have counted it already.
+                    await asyncio.shield(self._begin(free))
             if self.is_alone and self._clock() >= retry_s:
                 await self._try_shared()
                 retry_s = self._clock() + RETRY_S
@@ -202,6 +203,8 @@ class Limiter:
 
     async def close(self) -> None:
         """Give back what is held."""
+        if self._asking:  # what they report must not be told again; each ends within ASK_S
+            await asyncio.wait(set(self._asking.values()))
         if self._shared is None or self.is_alone:
             return
         reports = [quota.farewell() for quota in self._quotas.values() if quota.is_active]

@@ -130,7 +130,7 @@ def _load(content: bytes) -> tuple[yaml.Node | None, Any]:
     try:
         root = loader.get_single_node()
         return root, None if root is None else loader.construct_document(root)
-    except (ValueError, TypeError) as error:  # an invalid number or time, a map as a key
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # an invalid number or time, a map as a key
         raise yaml.YAMLError(f"a value cannot be read: {type(error).__name__}") from None
     finally:
         loader.dispose()

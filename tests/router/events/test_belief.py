@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.events.feed import EventFeed
+from engine.contract.keys import PrefixKey
+from router.events.feed import MAX_SESSION_KEYS, EventFeed
 from router.registry.index import PrefixIndex
 from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
@@ -115,6 +116,27 @@ class ToldBelief(Belief):
     """Engines count tokens: what is held whole is believed whole, whatever else shares a part of it."""
 
     is_told = True
+
+
+def test_of_requests_that_wait_for_their_blocks_the_keys_are_bounded() -> None:
+    belief = Belief()
+    texts = {"first": piece(1, 60), "last": piece(2, 60)}
+    tokens = {session: [token for token, _ in uniform_tokens(text)] for session, text in texts.items()}
+
+    def route(session: str) -> None:
+        belief.feed.on_routed(POD, session, keys_of(texts[session]), len(tokens[session]), 0.0, prompt_bytes=60)
+
+    route("first")
+    long = tuple(map(PrefixKey, range(2**16)))
+    for number in range(MAX_SESSION_KEYS // len(long)):
+        belief.feed.on_routed(POD, f"long {number}", long, 1.0, 0.0)
+    route("last")
+    for session in texts:
+        belief.engine.serve(tokens[session], session)
+        belief.catch_up()
+        belief.feed.on_answered(POD, session, len(tokens[session]))
+    believed = set().union(*belief.index.held(POD).values())
+    assert believed == set(keys_of(texts["last"]))
 
 
 TestBelief = Belief.TestCase

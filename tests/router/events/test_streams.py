@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import zmq
 
 from router.events import follow, subscribe
 from router.events.feed import SILENT_AFTER, EventFeed
@@ -208,6 +209,51 @@ async def test_a_replay_that_is_not_answered_is_given_up(monkeypatch: pytest.Mon
         assert status["failed_replays"] >= 1
         publisher.answers = True
         await until(lambda: (here.streams.status(POD) or {})["failed_replays"] == 0)
+
+
+@contextlib.contextmanager
+def no_sockets(here: Gateway) -> Iterator[None]:
+    """Leave no socket to the gateway's streams, as a process without descriptors has none."""
+    context = here.streams._zmq()
+    taken: list[zmq.Socket[bytes]] = []
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            taken.append(context.socket(zmq.PAIR))
+    try:
+        yield
+    finally:
+        for socket_ in taken:
+            socket_.close(0)
+
+
+async def test_a_lack_of_sockets_ends_no_stream_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither when the stream begins, nor at a check that needs a new socket because the last one was not answered."""
+    monkeypatch.setattr(follow, "_MAX_SOCKETS", 8)
+    monkeypatch.setattr(follow, "RETRY_S", 0.1)
+    monkeypatch.setattr(subscribe, "SLOWEST_CHECK_S", 0.2)
+    monkeypatch.setattr(subscribe, "REPLAY_S", 0.2)
+    engine = ModelEngine(room=64, block_tokens=4)
+
+    def failed(here: Gateway) -> int:
+        return int((here.streams.status(POD) or {"failed_replays": 0})["failed_replays"])
+
+    async with publishing(engine) as publisher, gateway() as here:
+        with no_sockets(here):
+            here.streams.set_sources({POD: source(publisher)})
+            await until(lambda: "Too many open files" in caplog.text)
+        await until(lambda: here.streams.state(POD) == "waiting")
+        publisher.answers = False
+        await until(lambda: failed(here) >= 1)
+        with no_sockets(here):
+            before = failed(here)
+            await until(lambda: failed(here) >= before + 2)
+        publisher.answers = True
+        here.serve(engine)
+        publisher.publish()
+        await until(lambda: here.streams.state(POD) == "following")
+        assert here.believed() == 12
 
 
 async def test_an_engine_too_old_for_sessions_is_said_to_be_one() -> None:

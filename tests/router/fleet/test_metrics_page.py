@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -150,6 +151,13 @@ def test_labels_may_hold_anything() -> None:
     assert page is not None
     assert page.ranks == {1: page.ranks[1]}
     assert page.ranks[1].counts == Counts(3, 4)
+
+
+def test_a_long_line_takes_no_longer_than_it_has_bytes() -> None:
+    began_s = time.process_time()
+    for line in (b"a" * 60_000, b'a="' + b"b" * 60_000, b'a="' + rb"\"" * 30_000, b"a=" * 30_000, b'a=""' * 15_000):
+        read_page(b"vllm:cache_config_info{" + line + b"} 1\n")
+    assert time.process_time() - began_s < 2.0
 
 
 def test_the_narrow_query_names_what_changes() -> None:

@@ -60,6 +60,11 @@ async def test_only_an_answer_that_does_not_come_is_silence() -> None:
     assert [isinstance(failure, ProbeFailed) and failure.silent for failure in failures] == [True] + [False] * 4
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+async def test_a_name_that_no_host_can_have_is_a_failed_probe(host: str) -> None:
+    assert isinstance(await looked_at(f"http://{host}:8000"), ProbeFailed)
+
+
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize(("credentials", "said"), [({}, "it needs a key"), (KEY, "it refuses the key")])
 async def test_an_engine_that_wants_a_key_leads_to_the_flag(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from router.fleet.discovery import EngineAddress
 from router.fleet.fetch import Unread
 from router.fleet.probe import PodIdentity, ProbeFailed, served_models
-from router.fleet.scrape import AT_ONCE, JITTER, Scraper
+from router.fleet.scrape import AT_ONCE, FIRST_S, JITTER, Scraper
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, SPARING, period_s
 from router.routing.types import PodId
 from tests.router.fleet.pages import Load, sglang_page, vllm_page
@@ -152,6 +152,22 @@ async def test_at_the_start_no_more_than_a_few_are_read_at_a_time() -> None:
     async with world.reading():
         await asyncio.sleep(3)
         assert world.pages.most == AT_ONCE
+
+
+@pytest.mark.looptime
+async def test_an_engine_may_answer_at_the_very_moment_when_the_wait_for_it_ends() -> None:
+    world = Scraped("a")
+    released = asyncio.Event()
+
+    async def fetch(engine: str, url: str, deadline_s: float, most_bytes: int) -> bytes:
+        await released.wait()
+        return vllm_page([Load()])
+
+    world.scraper = Scraper(fetch, world.fleet)
+    asyncio.get_running_loop().call_later(FIRST_S, released.set)
+    async with world.reading():
+        await asyncio.sleep(2 * FIRST_S)
+        assert world.scraper.knows_ranks
 
 
 @pytest.mark.looptime

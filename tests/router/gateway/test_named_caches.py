@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -217,6 +218,25 @@ async def test_requests_that_cannot_go_on_from_a_cache_are_refused_by_name(
         assert param in answer["error"].get("param", answer["error"]["message"])
 
 
+async def test_what_is_nested_deeper_than_can_be_written_is_refused() -> None:
+    def nested(fields: dict[str, Any]) -> bytes:
+        """The fields, and one more that is nested as deeply as orjson reads and deeper than it writes."""
+        return orjson.dumps(fields)[:-1] + b',"user":' + b"[" * 500 + b"]" * 500 + b"}"
+
+    engine = Engine("a", DONE)
+    async with running(engine) as gateway:
+        name = (await call(gateway, "POST", CACHES, STORED))[1]["name"]
+        deep = nested({"role": "user"})
+        for path, body in (
+            (CACHES, b'{"model":"m","messages":[%b]}' % deep),
+            (CHAT, nested({"messages": ASK, "cached_content": name})),
+            (CHAT, nested({"model": "m", "messages": ASK, "cached_content": None})),
+        ):
+            answer = await gateway.post(body, path=path)
+            assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+        assert not engine.received
+
+
 async def test_errors_name_the_bounds_and_nothing_is_stored_if_caches_are_off() -> None:
     async with running(Engine("a", DONE), named_caches=2, named_cache_mib=1) as gateway:
         large = {**STORED, "system": "x" * (MIB - 5000)}
@@ -329,6 +349,19 @@ async def test_a_store_keeps_each_for_its_time(
         assert await store.remove("t", long.id)
         assert not await store.remove("t", long.id)
         assert await store.get("t", long.id) is None
+
+
+async def test_what_has_expired_leaves_the_memory_though_its_tenant_does_not_come_back() -> None:
+    clock = Clock()
+    store, contents = MemoryCaches(CacheBounds(2, 100), clock), bytes(50)
+    mine = sys.getrefcount(contents)
+    await store.add("gone", meta_of(clock, 10), contents)
+    clock.now_s += 9
+    await store.add("other", meta_of(clock, 10), b"{}")
+    assert sys.getrefcount(contents) > mine
+    clock.now_s += 1
+    await store.add("other", meta_of(clock, 10), b"{}")
+    assert sys.getrefcount(contents) == mine
 
 
 @pytest.mark.realtime

@@ -302,6 +302,8 @@ async def test_an_answer_that_an_engine_counts_as_complete_ends() -> None:
         ({"response_format": {"type": "json_object"}}, "request"),
         ({"guided_json": {}}, "request"),
         ({"stop": ["w12 and"]}, "request"),
+        ({"stop": ["never" * 200_000]}, "request"),
+        ({"metadata": orjson.Fragment(b"[" * 500 + b"]" * 500)}, "size"),
         ({"presence_penalty": 0.5}, "engine"),
         ({"resume": False}, "off"),
         ({"max_tokens": 1000, "n": 1, "best_of": 1, "logprobs": None, "stop": ["never"], "frequency_penalty": 0}, ""),

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from blockbuster import BlockBuster
 
+from router.parts import PLACES
 from tests.redis_server import RedisServer
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, running
 from tests.router.gateway.test_responses import PATH, client_of, response, told
@@ -193,6 +194,20 @@ async def test_one_tenant_never_reaches_anothers_response(tenants_file: str, pod
         assert not [asked for engine in engines for asked in engine.asked]
         async with gateway.session.get(f"{gateway.url}/v1/responses/{name}", headers=one) as found:
             assert found.status == 200
+
+
+async def test_a_conversation_with_the_id_of_a_response_gives_no_right_to_that(tenants_file: str) -> None:
+    """Clients name conversations themselves, and a place is forgotten after a while."""
+    engine = Keeper("a")
+    async with running(engine, tenants_file=tenants_file) as gateway:
+        one, two = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
+        name = (await gateway.post(HI, path=PATH, **one)).json["id"]
+        gateway.app[PLACES].forget(name)
+        assert (await gateway.post({**HI, "conversation": name}, path=PATH, **two)).status == 200
+        assert (await gateway.post({**HI, "previous_response_id": name}, path=PATH, **two)).status == 404
+        async with gateway.session.get(f"{gateway.url}/v1/responses/{name}", headers=two) as refused:
+            assert refused.status == 404
+        assert not engine.asked
 
 
 @pytest.mark.realtime

@@ -199,6 +199,24 @@ async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
         assert (cached, salt != salt_a) == (0, True), "the salt is of no use to a tenant without isolation either"
 
 
+async def test_salts_of_requests_without_keys_are_the_tenants_too(folder: Path) -> None:
+    """An engine may keep the KV of embeddings as that of chats."""
+    engine = ScriptedEngine("a", answers(200, SAID))
+    async with running(engine, **settings(folder, a="isolation: tenant", c="")) as gateway:
+
+        async def ask(name: str, path: str = "/v1/embeddings", **more: object) -> object:
+            answer = await gateway.post({"model": "m", "input": "x", **more}, path=path, **bearer(f"key-{name}"))
+            return orjson.loads(engine.received[-1].body).get("cache_salt") if answer.status == 200 else answer.status
+
+        salt_a = await ask("a")
+        assert salt_a == await ask("a", "/v1/responses", store=False)
+        assert await ask("a", cache_salt="mine") == await ask("a", "/v1/responses", cache_salt="mine", store=False)
+        assert await ask("a", cache_salt="mine") not in ("mine", salt_a)
+        assert await ask("c") is None
+        assert await ask("c", cache_salt=salt_a) not in (salt_a, None)
+        assert [await ask(name, cache_salt=7) for name in "ac"] == [400, 400]
+
+
 async def test_if_a_body_has_two_salts_neither_reaches_the_engine(folder: Path) -> None:
     engine = ScriptedEngine("a", answers(200, SAID))
     async with running(engine, **settings(folder, a="isolation: tenant")) as gateway:

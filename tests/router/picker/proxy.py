@@ -23,7 +23,9 @@ def endpoint(engine: ScriptedEngine) -> str:
 
 
 def header_map(fields: dict[str, str]) -> wire.HeaderMap:
-    return wire.HeaderMap(headers=[wire.HeaderValue(key=k, raw_value=v.encode()) for k, v in fields.items()])
+    """The headers; surrogates stand for bytes that are not text."""
+    pairs = [(name, value.encode("utf-8", "surrogateescape")) for name, value in fields.items()]
+    return wire.HeaderMap(headers=[wire.HeaderValue(key=name, raw_value=value) for name, value in pairs])
 
 
 def request_headers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from router.parts import ADMISSION, FLEET, PICKER
 from router.picker.protocol import BODY_CHUNK_BYTES, DESTINATION, TEST_SELECTION, TEST_SERVED
 from router.picker.server import converse
 from router.picker.wire import picker_pb2 as wire
+from router.telemetry.log import REQUESTS
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, event, running, usage_event
 from tests.router.picker.proxy import (
     PROMPT,
@@ -175,6 +177,19 @@ async def test_clients_show_their_keys_and_engines_see_the_gateways(tmp_path: Pa
             await talk.ask(ASKED, authorization="Bearer client-key-0123456789", x_warmroute_priority="-1")
             assert talk.fields["Authorization"] == "Bearer engine-key-0123456789"
             assert {"x-api-key", "x-warmroute-priority"} <= set(talk.common.header_mutation.remove_headers)
+
+
+async def test_bytes_that_are_not_text_are_logged_as_question_marks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger(REQUESTS)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO, logger=REQUESTS):
+        async with running(*engines(1)) as gateway, Talk(gateway) as talk:
+            await talk.ask(ASKED, path="/v1/odd/\udcff", x_forwarded_for="10.0.0.1, \udcfe")
+            await talk.tell(response_headers(200, is_end=True))
+    (line,) = (orjson.loads(record.message) for record in caplog.records if record.name == REQUESTS)
+    assert (line["path"], line["client"], line["status"]) == ("/v1/odd/?", "?", 200)
 
 
 async def test_more_than_the_gateway_takes_is_refused() -> None:

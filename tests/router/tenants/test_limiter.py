@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from router.tenants.ledger import Grant, Report
+from router.tenants.ledger import PERIOD_S, Grant, Report
 from router.tenants.limiter import ASK_S, RETRY_S, Limiter, RateLimited
 from router.tenants.local_ledger import LocalLedger
 from router.tenants.tenant import Tenant, TenantLimits
@@ -136,6 +136,25 @@ async def test_every_use_is_told_once() -> None:
             await asyncio.sleep(0.03)
     assert sum(report.requests_used for report in shared.reports) == 120
     assert sum(report.tokens_used for report in shared.reports) == 840
+    assert (shared.reports[-1].requests_wanted, shared.reports[-1].tokens_wanted) == (0, 0), "all is given back"
+
+
+async def test_a_report_that_is_under_way_at_the_end_is_not_told_again() -> None:
+    class Late(Scripted):
+        """Counts at once, and answers later."""
+
+        async def settle(self, reports: Sequence[Report]) -> list[Grant]:
+            grants = await super().settle(reports)
+            await asyncio.sleep(0.1)
+            return grants
+
+    who, shared = tenant(requests_per_minute=10_000, tokens_per_minute=10**6), Late()
+    async with running(shared, who) as limiter:
+        assert await offer(limiter, who, 3, tokens=7) == 3
+        await asyncio.sleep(PERIOD_S - 0.05)  # the report of these has come, and its answer has not
+        assert sum(report.requests_used for report in shared.reports) == 3
+    assert sum(report.requests_used for report in shared.reports) == 3
+    assert sum(report.tokens_used for report in shared.reports) == 21
     assert (shared.reports[-1].requests_wanted, shared.reports[-1].tokens_wanted) == (0, 0), "all is given back"
 
 

@@ -82,6 +82,8 @@ def test_every_field_is_read() -> None:
         ("weight: 2", "weight: 2\n    weight: 3", r"line 13: tenants\[0\].weight: occurs twice"),
         ("tenants:", "tenant:", "line 2: tenant: is not known here"),
         ("[llama-*, qwen]", "[llama-*", "line 9"),
+        ("weight: 2", "weight: !!bool x", "a value cannot be read"),
+        ("weight: 2", "weight: !!timestamp x", "a value cannot be read"),
         ("weight: 2", f"weight: {'[' * 20}{']' * 20}", "line 12: lists or maps are nested too deeply"),
     ],
 )
