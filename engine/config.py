@@ -152,7 +152,13 @@ class EngineSettings(Settings):
         description="On cpu: give a request's logits the same bits with any cache and in any batch; costs "
         "time on the device (engine/backend/EXACT.md)",
     )
-    threads: int = Field(0, ge=0, le=1024, description="Threads of a torch step on cpu; 0: torch's choice")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Threads of a torch step on cpu; 0: torch's choice, one per core. Engines that share cores need "
+        "fewer, because each step waits for its slowest thread",
+    )
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
     sim_profile: str = Field(
         "h100-8b",
