@@ -146,7 +146,11 @@ HEADLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length
         (saying(STREAM_HEAD + chunk(event(error="no room"))), "error event", "no room"),
         (saying(STREAM_HEAD + chunk(b"data: {nonsense\n\n")), "bad answer", "JSONDecodeError"),
         (saying(STREAM_HEAD + chunk(b"data: [1]\n\n")), "bad answer", "AttributeError"),
-        (saying(STREAM_HEAD + chunk(event(choices=[{"delta": {"content": ["a"]}}]))), "bad answer", "text is a JSON list"),
+        (
+            saying(STREAM_HEAD + chunk(event(choices=[{"delta": {"content": ["a"]}}]))),
+            "bad answer",
+            "text is a JSON list",
+        ),
         (saying(STREAM_HEAD + chunk(usage(2**31, 1) + DONE)), "bad answer", "a count of 2.15e+09 tokens"),
         (saying(STREAM_HEAD + chunk(usage(1, -1) + DONE)), "bad answer", "a count of -1 tokens"),
         (saying(STREAM_HEAD + chunk(usage(1, 1, 2**64 - 1) + DONE)), "bad answer", "a count of 1.84e+19 tokens"),
