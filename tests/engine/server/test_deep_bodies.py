@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
+from pydantic import BaseModel
 
 from engine.server.fields import ChatFields, CompletionFields
 from engine.server.message_fields import MessagesFields
@@ -20,7 +21,7 @@ WHOLE: Mapping[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [HI], "max_tokens": 1},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
 }
-FIELDS = {
+FIELDS: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/messages": MessagesFields,
