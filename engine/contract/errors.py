@@ -21,8 +21,8 @@ def escaped(name: str) -> str:
 class ApiError(Exception):
     """An error for the client, as `{"error": {"message", "type", "param", "code"}}`.
 
-    A message is cut to MAX_MESSAGE_CHARS. `param` names the request field at fault; `retry_after_s` (seconds) becomes a
-    `Retry-After` header.
+    A message is cut to MAX_MESSAGE_CHARS. `param` names the request field at fault and is cut to MAX_NAME_CHARS;
+    `retry_after_s` (seconds) becomes a `Retry-After` header.
     Shape: https://platform.openai.com/docs/guides/error-codes
     """
 
@@ -34,6 +34,8 @@ class ApiError(Exception):
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARS:
             message = message[:MAX_MESSAGE_CHARS] + "..."
+        if param is not None and len(param) > MAX_NAME_CHARS:  # a field may have any name that a client sends
+            param = param[:MAX_NAME_CHARS] + "..."
         super().__init__(message)
         self.message = message
         self.param = param

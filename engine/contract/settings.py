@@ -30,6 +30,7 @@ ENV_PREFIX = "WARMROUTE_"
 LONGEST_ABOUT = 400
 """Longest description, in characters, that an error message repeats."""
 _PASSWORD = re.compile(r"(://[^:/@\s]*:)\S*@")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
 _BIND_ADDRESS = re.compile(r"tcp://(\*|[^\s:/*]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 
@@ -69,6 +70,7 @@ class Settings(BaseSettings):
         variables = cls._from_environment(environ)
         path = flags.pop("config", None) or variables.pop("config", None)
         merged = {**(cls._from_file(Path(path)) if path else {}), **variables, **flags}
+        _check_texts(merged)
         try:
             return cls(**merged)
         except ValidationError as error:
@@ -127,7 +129,7 @@ class Settings(BaseSettings):
     def _from_file(cls, path: Path) -> dict[str, Any]:
         try:
             content = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date such as 2024-13-01
             raise ConfigError(f"--config {path} cannot be read: {error}") from None
         if content is None:
             return {}
@@ -222,6 +224,14 @@ def _did_you_mean(field: str, known: Mapping[str, object], prefix: str = "") -> 
     if close:
         return f"; did you mean '{prefix}{close[0]}'?"
     return f"; allowed: {', '.join(prefix + name for name in sorted(known))}"
+
+
+def _check_texts(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a text that no path, header or JSON can hold, before it fails where it is used."""
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and ("\0" in text or _SURROGATE.search(text)):
+                raise ConfigError(f"{flag_of(name)}: got a text with a zero byte, or one that is not UTF-8")
 
 
 def _check_flags(argv: Sequence[str], fields: Sequence[str], prog: str) -> None:

@@ -19,6 +19,10 @@ from engine.sched.sampling import MIN_REPETITION_PENALTY
 
 MAX_N = 16
 MAX_TOP_LOGPROBS = 20
+MAX_ENTRIES = 1024
+"""Most entries of an object in a field: pydantic describes every wrong one, and no thread can run meanwhile."""
+_HINTED_CHARS = 64
+"""The longest name for which similar names are sought: for a name of a megabyte that takes a second."""
 
 F = TypeVar("F", bound=BaseModel)
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -67,7 +71,7 @@ class SharedFields(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     answer_so_far: str | None = None
@@ -145,10 +149,24 @@ def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, t
 
 def parse_at(kind: type[F], value: object, where: str = "") -> F:
     """Return `value`, found at `where` in the body, as `kind`. Raises BadRequest naming the first field at fault."""
+    if isinstance(value, dict):
+        _check_entries(value, kind, where)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         raise _explain(error, kind, where) from None
+
+
+def _check_entries(entries: Mapping[str, Any], kind: type[BaseModel], where: str) -> None:
+    """Raises BadRequest for an unknown field and for a field with too many entries."""
+    for name, value in entries.items():
+        if name not in kind.model_fields:
+            raise _unknown(f"{where}.{name}" if where else name, kind)
+        if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+            param = f"{where}.{name}" if where else name
+            raise BadRequest(
+                f"{param} has {len(value)} entries; at most {MAX_ENTRIES} are read", param=param, code="invalid_value"
+            )
 
 
 def _asks_nothing(name: str, value: object, kind: type[BaseModel], refused: Mapping[str, tuple[Any, ...]]) -> bool:
@@ -166,9 +184,13 @@ def _explain(error: ValidationError, kind: type[BaseModel], where: str) -> BadRe
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(param, kind.model_fields, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
-        return BadRequest(f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter")
+        return _unknown(param, kind)
     if first["type"] == "missing":
         return BadRequest(f"{param} is required", param=param, code="missing_required_parameter")
     return BadRequest(f"{param}: {first['msg']}; got {reprlib.repr(first['input'])}", param=param, code="invalid_value")
+
+
+def _unknown(param: str, kind: type[BaseModel]) -> BadRequest:
+    close = difflib.get_close_matches(param, kind.model_fields, n=1) if len(param) <= _HINTED_CHARS else ()
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return BadRequest(f"{param} is not a field of this endpoint{hint}", param=param, code="unknown_parameter")

@@ -8,13 +8,14 @@ endpoints (`fields.py`).
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from engine.contract.errors import ApiError, BadRequest, quoted
-from engine.contract.keys import canonical_chat
+from engine.contract.keys import canonical_chat, compact_json
 from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
 from engine.server.fields import GenerationFields, OpenAiFields, parse_fields, shared
@@ -98,6 +99,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
     kept = kept_marks(model, meant, (), len(encoded.ids))
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
+    compact_json({"response": told}, "metadata")  # as deep as in an event, so no answer fails after its computation
     sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
     return make_job(model, meant, (prompt,), None, told=told | sampled)
@@ -114,7 +116,7 @@ def _check_input(given: object) -> None:
         if not isinstance(item, dict):
             raise _bad(where, "must be an object")
         if (kind := item.get("type", "message")) != "message":
-            raise _bad(f"{where}.type", f"{str(kind)[:40]!r} is not supported: this engine reads messages only", True)
+            raise _bad(f"{where}.type", f"{_named(kind)} is not supported: this engine reads messages only", True)
         if item.get("role") not in _ROLES:
             raise _bad(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
         for name in item.keys() - set(_ITEM):
@@ -131,9 +133,14 @@ def _check_content(content: object, where: str) -> None:
         if not isinstance(part, dict):
             raise _bad(f"{where}[{j}]", "must be an object with a 'type'")
         if (kind := part.get("type")) not in _TEXTS:
-            raise _bad(f"{where}[{j}].type", f"{str(kind)[:40]!r} is not supported: this engine reads text only", True)
+            raise _bad(f"{where}[{j}].type", f"{_named(kind)} is not supported: this engine reads text only", True)
         if not isinstance(part.get("text"), str):
             raise _bad(f"{where}[{j}].text", "must be a string")
+
+
+def _named(kind: object) -> str:
+    """Return a type from a client for a message. Python cannot write the most deeply nested values that JSON holds."""
+    return repr(kind[:40]) if isinstance(kind, str) else reprlib.repr(kind)
 
 
 def _bad(param: str, message: str, is_unsupported: bool = False) -> BadRequest:

@@ -126,17 +126,24 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _return_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    request_id = request.headers.get(headers.REQUEST_ID)
-    if request_id:
+    if request_id := _request_id(request):
         response.headers[headers.REQUEST_ID] = request_id
         if request.path in MESSAGE_PATHS:
             response.headers[headers.MESSAGE_REQUEST_ID] = request_id
 
 
+def _request_id(request: web.Request) -> str | None:
+    """Return the request's id in printable ASCII: a header may bring bytes that no JSON can hold."""
+    given = request.headers.get(headers.REQUEST_ID)
+    if given is None or (given.isascii() and given.isprintable()):
+        return given
+    return "".join(char if char.isascii() and char.isprintable() else "?" for char in given)
+
+
 def _error_response(request: web.Request, error: ApiError, status: int) -> web.Response:
     body = error.body()
     if request.path in MESSAGE_PATHS:
-        body = error_body(error, status, request.headers.get(headers.REQUEST_ID))
+        body = error_body(error, status, _request_id(request))
     response = web.Response(body=body, status=status, content_type="application/json")
     if status == Unauthorized.status:
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -85,7 +86,8 @@ class Source:
         if not given:
             raise UnusableLog(self._why_nothing())
 
-    def _lines(self) -> Iterator[tuple[bytes, float]]:
+    def _lines(self) -> Iterator[tuple[Any, float]]:
+        """Yield each line, or each value of a JSON array, with the share of the file read so far."""
         if self.path.exists() and not self.path.is_file():
             raise UnusableLog(f"{self.path} must be a regular file: it is read several times")
         try:
@@ -94,20 +96,23 @@ class Source:
                 # One buffer between file and lines: its position tells how much has been read, compressed or not.
                 file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if self.path.suffix == ".gz" else raw
                 first = file.peek(64).lstrip()[:1]
-                lines: Any = (orjson.dumps(row) for row in orjson.loads(file.read())) if first == b"[" else file
-                for line in lines:
+                if first == b"[":
+                    for row in orjson.loads(file.read()):
+                        yield row, 1.0
+                    return
+                for line in file:
                     if line.strip():
                         yield line, raw.tell() / size
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise UnusableLog(f"{self.path} cannot be read: {error}") from None
         except orjson.JSONDecodeError as error:
             raise UnusableLog(f"{self.path} begins with '[' but is not a JSON array: {error}") from None
 
-    def _prompt(self, line: bytes) -> LoggedPrompt | None:
+    def _prompt(self, line: Any) -> LoggedPrompt | None:
         stats = self.stats
         stats.lines += 1
         try:
-            row = orjson.loads(line)
+            row = orjson.loads(line) if isinstance(line, bytes) else line
         except orjson.JSONDecodeError:
             stats.skip(stats.lines, "not JSON")
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,15 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from engine.contract.settings import Settings, load_or_exit
+from engine.contract.settings import ConfigError, Settings, load_or_exit
 from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source, UnusableLog
 from loadgen.analyze.run import analyze
 from loadgen.analyze.spec import AnalysisSpec
 from loadgen.analyze.text import show
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from loadgen.commands.finish import check_writable
+from loadgen.output.save import write_whole
 from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
 
 PROG = "warmroute-loadgen analyze"
@@ -105,15 +108,16 @@ def run(argv: Sequence[str]) -> int:
     """Run `warmroute-loadgen analyze` and return its exit status."""
     settings = load_or_exit(AnalyzeSettings, argv, PROG)
     try:
+        if settings.out:
+            check_writable(settings.out, "--out")
         analysis = _analyze(settings)
-        _write(analysis, settings)
-    except (UnusableLog, OSError) as error:
+        return _write(analysis, settings)
+    except (UnusableLog, ConfigError, OSError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
 
 
 def _analyze(settings: AnalyzeSettings) -> Analysis:
@@ -134,19 +138,30 @@ def _analyze(settings: AnalyzeSettings) -> Analysis:
         return analyze(source, settings.spec(), progress)
 
 
-def _write(analysis: Analysis, settings: AnalyzeSettings) -> None:
-    """Write files first, because the reader of standard output may leave early."""
+def _write(analysis: Analysis, settings: AnalyzeSettings) -> int:
+    """Write files first, because the reader of standard output may leave early; return the exit status."""
     as_json = analysis.model_dump_json(indent=2)
+    said, status = "", 0
     if settings.out:
-        folder = Path(settings.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "analysis.json").write_text(as_json + "\n")
-        with (folder / "analysis.txt").open("w") as file:
-            show(analysis, Console(file=file, highlight=False, width=PLAIN_WIDTH))
+        try:
+            said = f"wrote {' and '.join(map(str, _write_files(analysis, as_json, Path(settings.out))))}"
+        except OSError as error:
+            said, status = f"--out cannot be written: {error}", EXIT_FAILED
     screen = result_screen()
     if settings.format == "json":
         screen.out(as_json, highlight=False)
     else:
         show(analysis, screen)
-    if settings.out:
-        print(f"{PROG}: wrote {folder / 'analysis.json'} and {folder / 'analysis.txt'}", file=sys.stderr)
+    if said:
+        print(f"{PROG}: {said}", file=sys.stderr)
+    return status
+
+
+def _write_files(analysis: Analysis, as_json: str, folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with io.StringIO() as text:
+        show(analysis, Console(file=text, highlight=False, width=PLAIN_WIDTH))
+        return (
+            write_whole(folder / "analysis.json", f"{as_json}\n".encode()),
+            write_whole(folder / "analysis.txt", text.getvalue().encode()),
+        )

@@ -44,8 +44,8 @@ def drive(
 def check_writable(folder: str, flag: str) -> None:
     """Raise ConfigError if the folder cannot be made or written, so that the user learns it before the measurement."""
     wanted = Path(folder).absolute()
-    existing = next(place for place in (wanted, *wanted.parents) if place.exists())
     try:
+        existing = next(place for place in (wanted, *wanted.parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 import orjson
 
 from loadgen.workloads.base import Workload
+from loadgen.workloads.files import BROKEN
 
 FORMATS = ("mooncake", "bailian", "burstgpt", "azure")
 _PEEK_BYTES = 2**20
@@ -21,7 +22,7 @@ def format_of(path: Path) -> str:
             head = file.read(2)
         with gzip.open(path) if head == b"\x1f\x8b" else path.open("rb") as file:
             line = file.readline(_PEEK_BYTES).decode("utf-8-sig", errors="replace").strip()
-    except (OSError, EOFError) as error:
+    except BROKEN as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     columns = {name.strip() for name in line.split(",")}
     if {"TIMESTAMP", "ContextTokens"} <= columns:

@@ -54,7 +54,7 @@ def write_bench_file(
     unwanted = [name for name in _METRICS if name not in metrics]
     content = {key: value for key, value in content.items() if not _is_of(key, unwanted)}
     path = naming.path(result, str(content["date"]))
-    naming.folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # the name or the label may have folders
     line = orjson.dumps(content)
     if is_appended:
         with path.open("ab") as file:

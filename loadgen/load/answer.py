@@ -16,6 +16,8 @@ DETAIL_CHARS = 300
 _OF_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")
 """The fields that a token extends; a delta with none of them adds nothing."""
 MAX_BODY_BYTES = 64 * 2**20
+MAX_TOKENS = 2**31 - 1
+"""The largest count that a record holds."""
 _POD, _POLICY = headers.POD.encode(), headers.POLICY.encode()
 
 
@@ -126,6 +128,8 @@ class StreamedAnswer:
             delta = choice.get("delta")
             text = delta.get("content") if delta else choice.get("text")
             if text:
+                if not isinstance(text, str):  # such as a list of parts
+                    raise TypeError(f"an event's text is a JSON {type(text).__name__}")
                 self.text.append(text)
             if choice.get("finish_reason"):
                 self._stopped = True
@@ -135,9 +139,16 @@ class StreamedAnswer:
                 self.first_token_s = now_s
         if usage := event.get("usage"):
             self.has_usage = True
-            self.prompt_tokens = int(usage["prompt_tokens"])
-            self.output_tokens = int(usage["completion_tokens"])
-            self.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            self.prompt_tokens = _count(usage["prompt_tokens"])
+            self.output_tokens = _count(usage["completion_tokens"])
+            self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _count(value: Any) -> int:
+    count = int(value)
+    if not 0 <= count <= MAX_TOKENS:
+        raise ValueError(f"usage has a count of {count:.3g} tokens")
+    return count
 
 
 class PlainAnswer:

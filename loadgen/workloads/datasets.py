@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import checked
-from loadgen.workloads.files import DatasetError, Entry, json_entries, jsonl_entries
+from loadgen.workloads.files import DatasetError, Entry, json_entries, jsonl_entries, shown
 
 CHARACTERS_PER_TOKEN = 4.0
 """Rule of thumb for English text: lengths of literal text are estimates, `usage` has the true ones."""
@@ -134,14 +134,14 @@ def _said(entry: Entry, field: str, who: str, what: str) -> list[tuple[Literal["
     out = []
     for place, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        role, text = str(fields.get(who, fields.get("role"))), fields.get(what, fields.get("content"))
-        if role not in _ROLES or not isinstance(text, str):
-            given = str(message)[:80]
+        role, text = fields.get(who, fields.get("role")), fields.get(what, fields.get("content"))
+        if not isinstance(role, str) or role not in _ROLES or not isinstance(text, str):
             raise DatasetError(
                 f"{entry.where}: field '{field}[{place}]' must have {who!r} of {', '.join(_ROLES)} and text in"
-                f" {what!r}; got {given!r}"
+                f" {what!r}; got {shown(message)}"
             )
-        out.append((_ROLES[role], text))
+        # An array may hold half of a surrogate pair, which no request can.
+        out.append((_ROLES[role], text.encode(errors="replace").decode()))
     return out
 
 

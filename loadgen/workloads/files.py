@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,8 @@ from engine.contract.settings import ConfigError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 2**20
+BROKEN = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+"""Errors from reading a file, plain or gzipped."""
 _ENCODING = "utf-8-sig"
 """With or without the byte order mark that some programs write."""
 
@@ -35,7 +38,7 @@ class Entry:
 
     def error(self, field: str, wanted: str) -> DatasetError:
         """Return the error that says what is wrong with a field."""
-        given = f"got {str(self.fields[field])[:80]!r}" if field in self.fields else "it is missing"
+        given = f"got {shown(self.fields[field])}" if field in self.fields else "it is missing"
         return DatasetError(f"{self.where}: field {field!r} must be {wanted}; {given}")
 
     def whole(self, field: str, low: int = 0, high: int = 2**63 - 1) -> int:
@@ -77,6 +80,14 @@ class Entry:
         except ValueError:
             raise self.error(field, "a time such as 2023-11-16 18:15:46.68") from None
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value from a file, for an error message."""
+    try:
+        return repr(str(value)[:80])
+    except RecursionError:
+        return "a value that is nested too deeply to be shown"
 
 
 def jsonl_entries(path: Path) -> Iterator[Entry]:
@@ -124,7 +135,7 @@ def json_entries(path: Path) -> Iterator[Entry]:
         for number, fields in enumerate(_array_items(path, file), 1):
             where = f"{path}, entry {number}"
             if not isinstance(fields, dict):
-                raise DatasetError(f"{where}: must be a JSON object, got {str(fields)[:80]!r}")
+                raise DatasetError(f"{where}: must be a JSON object, got {shown(fields)}")
             yield Entry(where, fields)
 
 
@@ -145,6 +156,8 @@ def _array_items(path: Path, file: IO[str]) -> Iterator[Any]:
             buffer += more
             size *= 2  # so a large item is decoded again only when the buffer doubles
             continue
+        except (RecursionError, ValueError) as error:  # ValueError: a number of thousands of digits
+            raise DatasetError(f"{path}, entry {number + 1}: cannot be read: {error}") from None
         number += 1
         buffer, size = buffer[end:], _CHUNK_CHARACTERS
         yield item
@@ -166,14 +179,14 @@ def _opened(path: Path) -> IO[str]:
 def _lines(path: Path, file: IO[str]) -> Iterator[str]:
     try:
         yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except BROKEN as error:
         raise _unreadable(path, error) from None
 
 
 def _read(path: Path, file: IO[str], size: int) -> str:
     try:
         return file.read(size)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except BROKEN as error:
         raise _unreadable(path, error) from None
 
 

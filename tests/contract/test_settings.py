@@ -84,6 +84,9 @@ def test_refusals_name_field_value_and_what_is_allowed(
         ("port: abc", ["port", "'abc'", "integer"]),
         ("- port", ["mapping"]),
         ("port: [", ["cannot be read"]),
+        ("host: 2024-13-01", ["cannot be read", "month"]),
+        ("port: " + "1" * 5000, ["cannot be read", "digits"]),
+        ("host: " + "[" * 2000 + "]" * 2000, ["cannot be read", "recursion"]),
     ],
 )
 def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -92,6 +95,18 @@ def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None
     with pytest.raises(ConfigError) as refused:
         load("--config", str(file))
     assert all(word in str(refused.value) for word in [*words, str(file)]), str(refused.value)
+
+
+@pytest.mark.parametrize("text", ['redis_url: "a\\0b"', 'redis_url: "\\ud800"'])
+def test_a_text_that_nothing_can_hold_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"--redis-url: got a text with a zero byte, or one that is not UTF-8"):
+        load("--config", str(file))
+    with pytest.raises(ConfigError, match=r"--redis-url: got a text"):
+        load(WARMROUTE_REDIS_URL="a\udcff")
+    with pytest.raises(ConfigError, match=r"--redis-url: got a text"):
+        load("--redis-url", "a\udcff")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -87,6 +88,17 @@ async def test_other_errors_have_the_same_shape(engine: Engine) -> None:
     assert (status, answer["type"]) == (400, "error")
     status, answer = await engine.ask("/v1/chat/completions", messages=[])
     assert "type" not in answer
+
+
+async def test_an_id_that_is_no_text_does_not_spoil_an_error(engine: Engine) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", engine.ports.clients)
+    head = "POST /v1/messages HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: a\xff\xe9\r\n"
+    writer.write(f"{head}Content-Length: 2\r\n\r\n{{}}".encode("latin-1"))
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert orjson.loads(answer.partition(b"\r\n\r\n")[2])["request_id"] == "a??"
 
 
 BLOCKS = st.lists(TEXT.map(lambda one: {"type": "text", "text": one, "cache_control": MARK}), max_size=2)

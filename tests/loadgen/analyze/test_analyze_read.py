@@ -15,6 +15,7 @@ from engine.contract.keys import canonical_chat
 from loadgen.analyze.place import place
 from loadgen.analyze.read import LoggedPrompt, Source, UnusableLog, prompt_of
 from tests.loadgen.analyze.prompts import analysed, chat, text, write_lines
+from tests.loadgen.workloads.test_workload_files import BROKEN_BLOCK
 
 BODY = chat("Be brief.", "Why?")
 CANONICAL = canonical_chat(BODY["messages"])
@@ -121,6 +122,18 @@ def test_files_with_nothing_in_them_are_refused(content: str, tmp_path: Path) ->
         UnusableLog, match="is empty" if not content.strip() else "no prompt in 200 lines .line 1: not JSON"
     ):
         analysed(tmp_path / "log")
+
+
+def test_an_array_may_hold_what_cannot_be_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    path.write_text('[{"prompt": "hello", "more": ' + "[" * 600 + "]" * 600 + '}, {"prompt": "hello"}]')
+    assert analysed(path).requests == 2
+
+
+def test_a_broken_gzip_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.gz").write_bytes(BROKEN_BLOCK)
+    with pytest.raises(UnusableLog, match=r"cannot be read: .*invalid block type"):
+        analysed(tmp_path / "log.gz")
 
 
 def test_files_that_cannot_be_read_several_times_are_refused(tmp_path: Path) -> None:

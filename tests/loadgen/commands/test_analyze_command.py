@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -87,6 +88,31 @@ def test_a_file_without_prompts_fails_and_says_what_is_needed(
     assert analyze.run([str(path), "--out", str(tmp_path / "out")]) == 1
     assert "no prompt in 1 lines" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "file/out"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_analysis(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert analyze.run([str(log), "--out", str(tmp_path / name)]) == 1
+    shown = capsys.readouterr()
+    assert "cannot be written" in shown.err
+    assert (shown.out, "reading prompts" in shown.err) == ("", False)
+
+
+def test_a_full_disk_loses_the_files_and_not_the_analysis(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert analyze.run([str(log), "--format", "json", "--out", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr()
+    assert Analysis.model_validate_json(shown.out).requests == 40
+    assert "--out cannot be written: [Errno 28] No space left on device" in shown.err
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_ctrl_c_leaves_nothing(

@@ -107,6 +107,14 @@ def test_results_are_appended_and_metrics_left_out(gateway: Any, tmp_path: Path)
     assert latencies == {"ttft_ms", "ttft_from_intended_ms", "client_queue_time_ms"}
 
 
+def test_a_files_name_may_have_folders(gateway: Any, tmp_path: Path) -> None:
+    flags = ["--base-url", gateway.url, *SMALL, *FAST, "--save-result", "--result-dir", str(tmp_path)]
+    assert bench.run([*flags, "--result-filename", "new/a.json"]) in (0, 3)
+    assert bench.run([*flags, "--label", "meta/llama"]) in (0, 3)
+    assert (tmp_path / "new" / "a.json").is_file()
+    assert len(list((tmp_path / "meta").glob("llama-*.json"))) == 1
+
+
 def test_pods_are_counted_and_caches_emptied_if_asked(gateway: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     status = bench.run(
@@ -151,6 +159,7 @@ def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[st
         (["--save-detailed"], "--save-detailed needs --save-result"),
         (["--metric-percentiles", "100"], "above 0 and below 100"),
         (["--percentile-metrics", "p99"], "--percentile-metrics"),
+        (["--policy", "caf\u00e9"], "'policy' cannot be sent in an HTTP header"),
         (["--burstyness", "1"], "did you mean '--burstiness'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ CHATS = [
     },
     {"id": "c", "conversations": [{"from": "human", "value": "nobody answered"}]},
 ]
+
+
+def broken_block() -> bytes:
+    """A gzipped line, and then a compressed block of a type that does not exist."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = packer.compress(b'{"prompt": "x"}\n' * 500) + packer.flush(zlib.Z_FULL_FLUSH)
+    return b"\x1f\x8b\x08\0\0\0\0\0\0\x03" + packed + b"\x07" * 20
+
+
+BROKEN_BLOCK = broken_block()
 
 
 def lines(path: Path, *records: object) -> Path:
@@ -141,6 +152,7 @@ def test_a_malformed_record_is_named_with_file_line_and_field(
         (b"", "holds nothing to send"),
         (b'{"prompt": "\xff"}\n', "cannot be read"),
         (b"\x1f\x8bnot gzip", "cannot be read"),
+        (BROKEN_BLOCK, "cannot be read: .*invalid block type"),
     ],
 )
 def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -151,12 +163,34 @@ def test_a_file_that_is_no_json_lines_is_refused(tmp_path: Path, content: bytes,
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ['[{"conversations": []}, {"conv', '[{"a": 1}, nonsense]', "[1]"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *('[{"conversations": []}, {"conv', '[{"a": 1}, nonsense]', "[1]"),
+        '[{"a": ' + "1" * 5000 + "}]",
+        '[{"a": ' + "[" * 5000 + "]" * 5000 + "}]",
+    ],
+)
 def test_a_broken_array_is_refused_with_the_entry(tmp_path: Path, content: str) -> None:
     path = tmp_path / "data.json"
     path.write_text(content)
     with pytest.raises(DatasetError, match=f"{re.escape(str(path))}, entry [12]"):
         load_sharegpt(path)
+
+
+@pytest.mark.parametrize(("field", "wanted"), [("messages", r"messages\[0\]"), ("prompt", "prompt")])
+def test_a_value_that_python_cannot_write_is_refused(tmp_path: Path, field: str, wanted: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{{"{field}": ' + "[" * 1000 + "]" * 1000 + "}")
+    with pytest.raises(DatasetError, match=f"field '{wanted}' must .*nested too deeply"):
+        load_custom(path)
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    said_by = [{"from": "human", "value": "hi \ud83d"}, {"from": "gpt", "value": "ok"}]
+    path.write_text(json.dumps([{"conversations": said_by}]))
+    assert said(load_sharegpt(path).session(0), 0) == [("user", "hi ?")]
 
 
 def test_a_missing_file_is_named() -> None:
