@@ -180,14 +180,15 @@ class RedisCaches:
         return bool(was_there)
 
     async def _all(self, owner: str) -> list[CacheMeta]:
-        """Remove the tenant's expired caches from the hash and return the others."""
+        """Remove the tenant's expired caches from the hash and return the others.
+
+        Entries that this release cannot read stay: another release may have written them, and the hash itself expires.
+        """
         said: Any = await self._redis.hgetall(named_caches_key(owner))
-        metas = [meta for value in said.values() if (meta := _read(value)) is not None]
-        alive = [meta for meta in metas if meta.until_s > self._clock()]
-        gone = said.keys() - {meta.id.encode() for meta in alive}
-        if gone:
-            await self._redis.hdel(named_caches_key(owner), *gone)
-        return alive
+        metas, now_s = [meta for value in said.values() if (meta := _read(value)) is not None], self._clock()
+        if expired := [meta.id for meta in metas if meta.until_s <= now_s]:
+            await self._redis.hdel(named_caches_key(owner), *expired)
+        return [meta for meta in metas if meta.until_s > now_s]
 
     async def _say(self, owner: str, meta: CacheMeta) -> None:
         await self._redis.hset(named_caches_key(owner), meta.id, orjson.dumps(asdict(meta)))

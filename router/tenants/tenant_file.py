@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,13 +40,14 @@ class _Key(_Checked):
     @classmethod
     def _read_time(cls, value: object) -> datetime | None:
         if isinstance(value, str):
-            try:
+            with suppress(ValueError):
                 value = datetime.fromisoformat(value)
-            except ValueError:
-                value = ""
-        if value is not None and not (isinstance(value, datetime) and value.tzinfo is not None):
-            raise ValueError(f"must be a time with its zone, such as {EXAMPLE_TIME}")
-        return value
+        if value is None:
+            return None
+        if isinstance(value, datetime) and value.tzinfo is not None:
+            with suppress(OverflowError):  # a zone may lead out of the years 1 to 9999
+                return value.astimezone(UTC)
+        raise ValueError(f"must be a time with its zone, such as {EXAMPLE_TIME}")
 
 
 class _Entry(_Checked):

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from engine.contract.errors import ApiError, BadRequest, Unavailable
 from engine.contract.keys import canonical_chat
 from engine.contract.redis_client import connect
+from engine.contract.redis_keys import named_caches_key
 from engine.contract.requests import Endpoint, request_head
 from router.gateway.cache_store import MIB, CacheBounds, CacheStore, MemoryCaches, RedisCaches
 from router.gateway.named_cache import CacheMeta, expanded, new_id, parse_expiry, parse_new
@@ -384,6 +385,21 @@ async def test_a_cache_may_expire_while_it_is_stored_or_renewed(
         await store.add("t", long, b"long")
         await store.renew("t", long.id, clock.now_s + 1e-9)
         assert await store.all_of("t") == []
+
+
+@pytest.mark.realtime
+async def test_what_another_release_stored_stays(redis_server: RedisServer, no_blocking_calls: BlockBuster) -> None:
+    no_blocking_calls.deactivate()
+    clock = Clock()
+    async with (
+        store_of("redis", redis_server.url, clock, CacheBounds(2, 100)) as store,
+        connect(redis_server.url) as redis,
+    ):
+        await store.add("t", meta_of(clock, 10), b"ours")
+        await redis.hset(named_caches_key("t"), "theirs", orjson.dumps({"id": "theirs", "form": 2}))
+        clock.now_s += 20
+        assert await store.all_of("t") == []
+        assert await redis.hkeys(named_caches_key("t")) == [b"theirs"]
 
 
 @pytest.mark.realtime

@@ -73,6 +73,8 @@ def test_every_field_is_read() -> None:
         ("12" * 32, DIGEST, r"line 7: tenants\[0\].keys\[1\].sha256: is a key of search already"),
         ("2027-01-31T00:00:00Z", "2027-01-31", r"line 6: tenants\[0\].keys\[0\].expires: must be a time with its zone"),
         ("2027-01-31T00:00:00Z", "2027", "must be a time with its zone"),
+        ("2027-01-31T00:00:00Z", "'0001-01-01T00:00:00+23:00'", "must be a time with its zone"),
+        ("2027-01-31T00:00:00Z", "'9999-12-31T23:00:00-23:00'", "must be a time with its zone"),
         ("2027-01-31T00:00:00Z", "2027-13-31T00:00:00Z", "cannot be read|must be a time"),
         ("name: batch", "name: search", r"line 16: tenants\[1\].name: search occurs twice"),
         ("name: batch", "name: a b", r"line 16: tenants\[1\].name: must be 1 to 63 of"),
