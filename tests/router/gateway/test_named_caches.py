@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,6 @@ STORED = {"model": "m", "system": "Be brief.", "messages": [{"role": "user", "co
 ASK = [{"role": "user", "content": "Why?"}]
 NOW_S = 1_700_000_000.0
 DONE = answers(200, orjson.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}))
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
 
 
 class Engine(ScriptedEngine):
