@@ -300,18 +300,23 @@ async def engine_tasks(
 
     Raises BackendStuck at the exit if a step did not end before its deadline, or does not end after `force` is set.
     """
-    cache = PrefixCache(
-        loaded.blocks,
-        settings.block_size,
-        index=IndexKind(settings.prefix_cache),
-        eviction=Eviction(settings.eviction),
-        pinned_blocks=int(settings.pin_share * loaded.blocks),
-        learnt_blocks=int(settings.keep_share * loaded.blocks),
-    )
     wake = _Wake()
-    stores = loaded.stores or emulated_stores(settings, loaded.blocks)
     plans_ahead = loaded.backend.max_in_flight > 1
-    tiers = tiers_over(settings, cache, stores, wake, plans_ahead=plans_ahead) if stores else None
+    try:
+        cache = PrefixCache(
+            loaded.blocks,
+            settings.block_size,
+            index=IndexKind(settings.prefix_cache),
+            eviction=Eviction(settings.eviction),
+            pinned_blocks=int(settings.pin_share * loaded.blocks),
+            learnt_blocks=int(settings.keep_share * loaded.blocks),
+        )
+        stores = loaded.stores or emulated_stores(settings, loaded.blocks)
+        tiers = tiers_over(settings, cache, stores, wake, plans_ahead=plans_ahead) if stores else None
+    except MemoryError:
+        raise StartError(
+            "the lists of KV blocks do not fit the memory: the KV pool or a tier below it is too large"
+        ) from None
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
     scheduler = Scheduler(

@@ -14,6 +14,8 @@ from engine.contract.settings import Settings, check_redis_url
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 """What `device` may be."""
+MOST = 2**60
+"""Most bytes or tokens of a setting: libraries take sizes of 64 bits."""
 
 
 class EngineSettings(Settings):
@@ -71,13 +73,14 @@ class EngineSettings(Settings):
     kv_cache_bytes: int = Field(
         0,
         ge=0,
+        le=MOST,
         description="Bytes for the KV pool on cpu and cuda; 0: 1 GiB on cpu, kv_memory_share of what is left on cuda",
     )
     kv_memory_share: float = Field(
         0.9, gt=0, le=1, description="KV pool's share of the GPU memory that weights, activations and CUDA graphs leave"
     )
     kv_pool_tokens: int = Field(
-        0, ge=0, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
+        0, ge=0, le=MOST, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
     )
     prefix_cache: Literal["hash", "radix", "off"] = Field(
         "radix",
@@ -113,12 +116,14 @@ class EngineSettings(Settings):
     host_cache_bytes: int = Field(
         0,
         ge=0,
+        le=MOST,
         description="Bytes of host memory for KV blocks below the pool: blocks that requests leave are copied there, "
         "and fetched if that is faster than computing them again; 0: none",
     )
     disk_cache_bytes: int = Field(
         0,
         ge=0,
+        le=MOST,
         description="Bytes on disk for KV blocks below the host tier, found again after a restart; 0: none",
     )
     disk_cache_path: Path | None = Field(
@@ -134,6 +139,7 @@ class EngineSettings(Settings):
     shared_cache_bytes: int = Field(
         0,
         ge=0,
+        le=MOST,
         description="Bytes that the whole folder may hold, for all models: give all engines the same number; the "
         "least recently used blocks are removed",
     )

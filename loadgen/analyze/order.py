@@ -86,7 +86,7 @@ def decode_json(text: bytes, start: int) -> tuple[int, Any] | None:
     content = text[start : end if end >= 0 else len(text)].decode(errors="surrogateescape")
     try:
         value, length = json.JSONDecoder().raw_decode(content)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or an integer of more digits than Python reads
         return None
     return start + len(content[:length].encode(errors="surrogateescape")), value
 

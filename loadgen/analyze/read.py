@@ -22,6 +22,8 @@ TIME_FIELDS = ("timestamp", "time", "ts", "@timestamp", "created", "created_at",
 _MILLISECONDS_FROM = 1e11
 """An epoch above this is in milliseconds; in seconds it would be the year 5138."""
 _PEEK_LINES = 200
+_MOST_TOKENS = 2**31
+"""No prompt of a trace is longer. With a greater length, sums over all prompts could be infinite."""
 
 
 class UnusableLog(Exception):
@@ -198,8 +200,8 @@ def _from_ids(row: Mapping[str, Any], at_s: float | None) -> LoggedPrompt:
     if not all(isinstance(i, int) for i in ids):
         raise ValueError("'hash_ids' must hold integers")
     length = row.get("input_length")
-    if not isinstance(length, int | float) or length < 0:
-        raise ValueError("a line with 'hash_ids' needs 'input_length', a number of tokens")
+    if not isinstance(length, int | float) or not 0 <= length <= _MOST_TOKENS:
+        raise ValueError(f"a line with 'hash_ids' needs 'input_length', a number of tokens from 0 to {_MOST_TOKENS:,}")
     return LoggedPrompt(b"", at_s=at_s, block_ids=tuple(ids), tokens=float(length))
 
 

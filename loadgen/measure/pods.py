@@ -7,6 +7,7 @@ vLLM and this project's engine count tokens in `vllm:prefix_cache_queries_total`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -68,7 +69,10 @@ def parse_counters(text: str) -> PodCount:
     queries, hits = ([sample.value for sample in samples if sample.name in names] for names in (QUERIES, HITS))
     if not queries or not hits:
         raise CounterError(f"it has no {QUERIES[0]}: is its prefix cache switched on?")
-    return PodCount(int(sum(queries)), int(sum(hits)))
+    totals = sum(queries), sum(hits)
+    if not all(map(math.isfinite, totals)):
+        raise CounterError("its counters are not numbers of tokens")
+    return PodCount(*map(int, totals))
 
 
 def counted(before: Reading, after: Reading) -> Counted:

@@ -124,6 +124,21 @@ def test_settings_that_do_not_fit_the_model_are_refused(checkpoint: Path, fields
         load(EngineSettings(**{"model": checkpoint, "device": "sim", **fields}))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-pool-tokens", str(2**60)], "the KV pool or a tier below it is too large"),
+        (["--kv-pool-tokens", str(2**60 + 1)], "--kv-pool-tokens: got '1152921504606846977'"),
+        (["--host-cache-bytes", str(10**30)], "--host-cache-bytes: got '1"),
+    ],
+)
+def test_sizes_past_any_memory_end_with_one_line_and_status_2(checkpoint: Path, flags: list[str], message: str) -> None:
+    done = run("--model", str(checkpoint), "--device", "sim", "--port", "0", *flags)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in line
+
+
 @pytest.mark.parametrize("program", ["engine", "router"])
 def test_ctrl_c_while_the_program_imports_ends_it_without_a_traceback(program: str, tmp_path: Path) -> None:
     interrupting = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(10)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,18 @@ def reordered(kind: str, i: int) -> dict[str, Any]:
     documents = rng.sample([text(f"d{n}", 60).replace("\n", " ") for n in range(5)], 5)
     listed = "\n\n".join(f"Document {n}: {document}" for n, document in enumerate(documents, 1))
     return chat("Answer from the documents.", f"{listed}\n\nQuestion: {text(i, 10)} {i}")
+
+
+def test_json_with_an_integer_too_long_to_read_is_text(tmp_path: Path) -> None:
+    def row(i: int) -> dict[str, Any]:
+        items = [f'"setting_{n}": "{text(n, 12)}"' for n in range(6)]
+        random.Random(i).shuffle(items)
+        modulus = "7" * (sys.get_int_max_str_digits() + 1)
+        return chat(f'Settings: {{{", ".join(items)}, "modulus": {modulus}}}', f"{text(i, 20)} {i}")
+
+    found = analysed(write_lines(tmp_path / "log.jsonl", [row(i) for i in range(20)]))
+    assert found.requests == 20
+    assert "key_order" not in [f.kind for f in found.findings]
 
 
 @pytest.mark.parametrize("kind", ["tools_order", "key_order", "parts_order"])

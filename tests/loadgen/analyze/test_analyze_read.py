@@ -124,6 +124,14 @@ def test_files_with_nothing_in_them_are_refused(content: str, tmp_path: Path) ->
         analysed(tmp_path / "log")
 
 
+@pytest.mark.parametrize("length", [-1, 2**31 + 1, 1e308, "5", None])
+def test_a_trace_line_without_a_possible_length_is_skipped(length: object, tmp_path: Path) -> None:
+    lines = [{"hash_ids": [1], "input_length": 16}, *[{"hash_ids": [1], "input_length": length}] * 2]
+    found = analysed(write_lines(tmp_path / "log", lines))
+    assert (found.requests, found.skipped_lines, found.prompt_tokens) == (1, 2, 16)
+    assert "'input_length', a number of tokens" in found.first_skipped
+
+
 def test_an_array_may_hold_what_cannot_be_written_again(tmp_path: Path) -> None:
     path = tmp_path / "log.json"
     path.write_text('[{"prompt": "hello", "more": ' + "[" * 600 + "]" * 600 + '}, {"prompt": "hello"}]')

@@ -75,6 +75,14 @@ def test_a_page_that_is_no_exposition_is_refused() -> None:
         parse_counters("<html>{\n")
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+async def test_a_pod_whose_counters_are_no_numbers_is_named(value: str) -> None:
+    page = f"vllm:prefix_cache_queries_total {value}\nvllm:prefix_cache_hits_total 1\n"
+    async with pod([page]) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
+        read = await metrics.read()
+    assert read == Reading({}, (f"pod-0: {url}/metrics: its counters are not numbers of tokens",))
+
+
 async def test_a_run_is_the_difference_of_two_readings() -> None:
     answers: list[str | int] = [exposition(100, 30), exposition(1100, 430)]
     async with pod(answers) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
