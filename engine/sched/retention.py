@@ -28,8 +28,8 @@ class Retention:
         self._cache.advance(now_s)
 
     def started(self, entry: Entry) -> None:
-        """Pin the prefix of a request that has got its blocks and branches off; learn from one that goes on after an
-        answer."""
+        """Note that a request has its blocks. Pin its prefix if the request branches off, and learn from a request that
+        goes on after an answer."""
         cache, sequence = self._cache, entry.sequence
         if not cache.learnt.most_blocks:
             return

@@ -99,7 +99,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
     kept = kept_marks(model, meant, (), len(encoded.ids))
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
-    compact_json({"response": told}, "metadata")  # as deep as in an event, so no answer fails after its computation
+    compact_json({"response": told}, "metadata")  # nested as in an event: what cannot be written fails now
     sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
     return make_job(model, meant, (prompt,), None, told=told | sampled)
@@ -139,7 +139,8 @@ def _check_content(content: object, where: str) -> None:
 
 
 def _named(kind: object) -> str:
-    """Return a type from a client for a message. Python cannot write the most deeply nested values that JSON holds."""
+    """Return how an error message shows a `type` that a client sent. Python cannot write the most deeply nested values
+    that JSON holds."""
     return repr(kind[:40]) if isinstance(kind, str) else reprlib.repr(kind)
 
 

@@ -22,7 +22,7 @@ class Pace:
     """The cost of a request for the whole machine when all pods are busy."""
 
     cold_s: float
-    """Seconds of prefill per uncached system prompt; with 4 pods on 2 cores about half of the time on one pod."""
+    """Seconds of prefill per uncached system prompt. With 4 pods on 2 cores, it is about half of what one pod takes."""
     answer_s: float
     """Seconds per short prompt with a full answer, decoded in a batch."""
     alone_s: float

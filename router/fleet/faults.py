@@ -18,8 +18,8 @@ from enum import Enum, auto
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
-"""Ejections that follow soon after one another double up to this. A trial costs one request a second attempt, so it may
-come soon."""
+"""Ejections that follow soon after one another double up to this. A trial costs at most one retry of one request, so it
+may come soon."""
 FIRST_LEAVE_S = 15.0
 """Seconds for which a pod that says that it leaves is out; then twice as long, up to LONGEST_EJECTION_S. A draining pod
 does not come back before it restarts, so the trial is only for a misunderstanding."""

@@ -13,19 +13,20 @@ REST_S = 0.05
 """Longest time between two messages of a gateway if the second has no Routed event. It applies when Routed events take
 all messages that a gateway may send."""
 FEW_GATEWAYS = 10
-"""With more gateways, that time grows with the square root of their number, as the engines' period does with theirs."""
+"""With more gateways, that time grows with the square root of their number, as the period of engines does with the
+number of engines."""
 ROUTED_S = 0.0025
 """Mean time between two messages with Routed events, over all gateways together: 400 a second. Each costs every gateway
 some 0.2 ms to read. With 200 a second, four gateways heard 9 ms late at 307 requests a second."""
 BURST = 8
-"""How many such messages of a gateway, and how many reads, may come at once beyond the average. So most requests are
-told at once, and read at once."""
+"""How many such messages of a gateway, and how many reads, may come in a burst, beyond the average. So most requests
+are told, and read, without delay."""
 LINGER_S = 0.001
 """First tokens and ends come by the engine's step: the first event waits this long for the others of its step. A Routed
 event does not wait."""
 READ_S = 0.0025
-"""Mean time between two reads of a gateway, at least. In between messages gather, because a read costs as much as
-taking up several messages."""
+"""Mean time between two reads of a gateway, at least. Between two reads, messages gather, because a read costs as much
+as taking up several messages."""
 FEW_READERS = 4
 """With more gateways, that time grows with their number: together they read 1,600 times a second at most, some 3 % of a
 core of Redis."""
@@ -79,8 +80,8 @@ def read_s(gateways: int) -> float:
 
 
 class ReadPace:
-    """The pace of one gateway's reading. With a pause after each read the next message would wait even at low rates:
-    at 125 requests a second that was 0.9 of the 2.3 ms that a message took (`loadgen/simulate/telling.py`)."""
+    """The pace of one gateway's reading. If a pause followed every read, messages would wait even at low rates: at
+    125 requests a second, the wait was 0.9 ms of the 2.3 ms that a message took (`loadgen/simulate/telling.py`)."""
 
     def __init__(self) -> None:
         self._paid_until_s = -math.inf

@@ -22,4 +22,5 @@ class SharedBeliefs:
     others: Others
     plan: WritePlan = field(default_factory=WritePlan)
     clock: RedisClock = field(default_factory=RedisClock)
-    """The side that finds it old asks Redis. If either side loses its connection, both ask again."""
+    """The side that finds the clock out of date asks Redis for the time. If either side loses its connection, both ask
+    again."""

@@ -14,8 +14,8 @@ class PodRow(NamedTuple, Generic[Number]):
     """`PodView` in numbers that do not change while time passes: `wide.py` has a column for each.
 
     A request waits until `free_at_s`. If `due_s` was x seconds ago, the request waits at least x seconds from now, plus
-    a step of `late_step_s`. Then it waits for what the others sent: the time to `others_until_s`, times `others_trust`.
-    """
+    a step of `late_step_s`. Then it waits for what other gateways sent: the time to `others_until_s`, times
+    `others_trust`."""
 
     free_at_s: Number
     due_s: Number
