@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ import orjson
 
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat, canonical_tokens
+from loadgen.workloads.files import BROKEN
 
 BODY_FIELDS = ("body", "request_body", "request", "requestBody", "payload", "input", "kwargs")
 """Fields in which logs keep the request body, as an object or as JSON in a string."""
@@ -105,7 +105,7 @@ class Source:
                 for line in file:
                     if line.strip():
                         yield line, raw.tell() / size
-        except (OSError, EOFError, zlib.error) as error:
+        except BROKEN as error:
             raise UnusableLog(f"{self.path} cannot be read: {error}") from None
         except orjson.JSONDecodeError as error:
             raise UnusableLog(f"{self.path} begins with '[' but is not a JSON array: {error}") from None
