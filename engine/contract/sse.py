@@ -24,16 +24,33 @@ def named_event(name: str, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
+GATHERED_FROM = 2**16
+"""If more bytes than this wait for the end of their event, chunks gather: a search of all bytes for each would cost the
+square of the event's size."""
+
+
 class SseDecoder:
     """Incremental decoder: it takes byte chunks of any size and yields the data of each complete event."""
 
     def __init__(self, max_event_bytes: int = 16 * 2**20) -> None:
         self._buffer = b""
+        self._gathered: list[bytes] = []
+        """Chunks of a large event that has not ended; `_buffer` then has only their last bytes."""
+        self._gathered_bytes = 0
         self._max_event_bytes = max_event_bytes
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of each event that `chunk` completes. Raises ValueError if an event exceeds the bound."""
         self._buffer += chunk
+        if self._gathered:
+            self._gathered.append(chunk)
+            self._gathered_bytes += len(chunk)
+            if b"\n\n" not in self._buffer and b"\r" not in self._buffer:
+                self._check(self._gathered_bytes)
+                self._buffer = self._buffer[-1:]
+                return
+            self._buffer = b"".join(self._gathered)
+            self._gathered = []
         if b"\r" in self._buffer and not self._buffer.endswith(b"\r"):
             self._buffer = self._buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
@@ -44,5 +61,12 @@ class SseDecoder:
             lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
             if lines:
                 yield b"\n".join(lines)
-        if len(self._buffer) > self._max_event_bytes:
+        waiting = len(self._buffer)
+        if waiting > self._max_event_bytes or waiting > GATHERED_FROM:
+            self._check(waiting)
+            self._gathered, self._gathered_bytes = [self._buffer], waiting
+            self._buffer = self._buffer[-1:]
+
+    def _check(self, event_bytes: int) -> None:
+        if event_bytes > self._max_event_bytes:
             raise ValueError(f"a server-sent event is larger than {self._max_event_bytes} bytes")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract import events
+from engine.contract import events, sse
 from engine.contract.events import DecodeError, MessageKind, RegistryMessage, decode, encode
 from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS, MAX_STEP_S, MAX_TOKEN_S, MAX_TOKENS, LoadReport, StepCost
 from engine.contract.sse import DONE, SseDecoder, sse_event
@@ -102,21 +102,49 @@ def test_golden_bytes() -> None:
     st.lists(
         st.text(alphabet=st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=30), max_size=8
     ),
+    st.sampled_from([0, 1, 7, sse.GATHERED_FROM]),
     st.data(),
 )
-def test_sse_decodes_at_any_chunk_border(texts: list[str], data: st.DataObject) -> None:
+def test_sse_decodes_at_any_chunk_border(texts: list[str], gathered_from: int, data: st.DataObject) -> None:
     stream = b"".join(sse_event(text.encode()) for text in texts) + b": comment\n\n" + DONE
     if data.draw(st.booleans()):
         stream = stream.replace(b"\n", b"\r\n")
     decoder, out = SseDecoder(), list[bytes]()
-    while stream:
-        size = data.draw(st.integers(1, len(stream)))
-        out += decoder.feed(stream[:size])
-        stream = stream[size:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse, "GATHERED_FROM", gathered_from)
+        while stream:
+            size = data.draw(st.integers(1, len(stream)))
+            out += decoder.feed(stream[:size])
+            stream = stream[size:]
     assert out == [*(text.encode() for text in texts), b"[DONE]"]
 
 
-def test_sse_event_is_bounded() -> None:
-    decoder = SseDecoder(max_event_bytes=100)
-    with pytest.raises(ValueError, match="larger than 100 bytes"):
-        list(decoder.feed(b"data: " + b"x" * 200))
+class Copied(bytes):
+    """A chunk that counts the bytes which are copied when it is appended to others."""
+
+    count = 0
+
+    def __radd__(self, before: bytes) -> bytes:
+        Copied.count += len(before) + len(self)
+        return bytes(before) + bytes(self)
+
+
+def test_the_work_for_a_large_sse_event_grows_with_its_size_and_not_with_the_square() -> None:
+    text, chunk_bytes = b"x" * 2**20, 1400
+    stream, decoder, out = sse_event(text), SseDecoder(), list[bytes]()
+    Copied.count = 0
+    for start in range(0, len(stream), chunk_bytes):
+        out += decoder.feed(Copied(stream[start : start + chunk_bytes]))
+    assert out == [text]
+    assert Copied.count < 4 * len(text)
+
+
+@pytest.mark.parametrize("max_bytes", [100, 2 * sse.GATHERED_FROM])
+@pytest.mark.parametrize("chunk_bytes", [30, 2**20])
+def test_sse_event_is_bounded(max_bytes: int, chunk_bytes: int) -> None:
+    decoder, stream, fed = SseDecoder(max_bytes), b"data: " + b"x" * 3 * max_bytes, 0
+    with pytest.raises(ValueError, match=f"larger than {max_bytes} bytes"):
+        for start in range(0, len(stream), chunk_bytes):
+            fed = start
+            assert not list(decoder.feed(stream[start : start + chunk_bytes]))
+    assert fed <= max_bytes
