@@ -65,7 +65,7 @@ class StreamedAnswer:
         if self.done.done():
             return
         if self._status != 200:
-            self._error_body += data[: 4 * DETAIL_CHARS]
+            self._error_body += data[: 4 * DETAIL_CHARS - len(self._error_body)]
             return
         try:
             for event in self._events_of(data):

@@ -21,7 +21,7 @@ from engine.contract.keys import canonical_chat, key_seed, prefix_keys
 from engine.contract.resets import pauses_s, refusal
 from loadgen.load.answer import DETAIL_CHARS, PlainAnswer, StreamedAnswer
 from loadgen.load.clock import clock_of
-from loadgen.load.target import PATHS, Call, ServerUnusable, Target, prompt_text
+from loadgen.load.target import CONNECT, PATHS, Call, ServerUnusable, Target, prompt_text
 from loadgen.measure.records import RequestRecord
 
 RESETS = ("/reset_prefix_cache", "/flush_cache")
@@ -138,11 +138,11 @@ class Client:
                     connection = await self._pool.connect()
             except TimeoutError as error:
                 # The event loop's deadline has passed, or the kernel has given up on a silent host.
-                label, words = ("connect", str(error)) if str(error) else reason
+                label, words = (CONNECT, str(error)) if str(error) else reason
                 answer.fail(label, words, self._clock())
                 return answer
             except OSError as error:
-                answer.fail("connect", f"{type(error).__name__} {error}", self._clock())
+                answer.fail(CONNECT, f"{type(error).__name__} {error}", self._clock())
                 return answer
         timer = self._loop.call_at(due_s, lambda: answer.fail(*reason, self._clock()))
         try:

@@ -14,7 +14,7 @@ from engine.contract.collector import quiet_collector
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.load.clock import clock_of
 from loadgen.load.process import first_of, raise_file_limit
-from loadgen.load.target import Call
+from loadgen.load.target import CONNECT, Call
 from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload
 
@@ -24,6 +24,10 @@ AHEAD_S, AHEAD_CALLS = 0.25, 256
 """First requests are built up to AHEAD_S before they are due, at most AHEAD_CALLS, so that a burst leaves at once."""
 TURN_S = 0.002
 """Longest time for which the dispatcher builds requests ahead before answers are read; waiting distorts their times."""
+
+UNREACHED_S = 1.0
+"""Pause of a user of a closed loop whose request got no connection. A refusal takes 0.1 ms, so without a pause a server
+that is down for a second would fail thousands of requests."""
 
 
 class Sender(Protocol):
@@ -209,6 +213,8 @@ class _Arm:
     tally: Tally
     begun: int = 0
     """Planned requests of the sessions that have begun."""
+    unreached: int = 0
+    """Requests that got no connection."""
     deadline_s: float = field(init=False)
     slots: asyncio.Semaphore | None = field(init=False)
 
@@ -253,8 +259,11 @@ class _Arm:
 
         async def user() -> None:
             while self.clock() < self.deadline_s and (drawn := schedule.next()) is not None:
+                unreached = self.unreached
                 async with asyncio.TaskGroup() as tasks:
                     self._start(drawn[1], self.clock(), tasks.create_task)
+                if self.unreached > unreached:  # a request of this user, or of another to the same server
+                    await asyncio.sleep(min(UNREACHED_S, max(0.0, self.deadline_s - self.clock())))
 
         async with asyncio.TaskGroup() as users:
             for _ in range(self.spec.arrivals.concurrency):
@@ -340,6 +349,7 @@ class _Arm:
             self.tally.completed += 1
         else:
             self.tally.failed += 1
+            self.unreached += record.failure == CONNECT
         self.log.add(record)
         if self.on_record is not None:
             self.on_record(record)

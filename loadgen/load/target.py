@@ -14,6 +14,8 @@ from engine.contract.http.pool import Address
 
 Paths = Mapping[str, str]
 PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+CONNECT = "connect"
+"""The failure of a request that got no connection (FAILURES.md)."""
 
 
 class ServerUnusable(Exception):

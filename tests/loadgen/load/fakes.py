@@ -48,6 +48,7 @@ class FakeClient:
     service_s: Callable[[Call], float | None] = lambda call: 1.0
     fails: frozenset[tuple[int, int]] = frozenset()
     """(session, turn) of requests that fail."""
+    failure: str = "scripted"
     sent: list[Call] = field(default_factory=list)
     built_s: list[float] = field(default_factory=list)
     active: int = 0
@@ -82,7 +83,7 @@ class FakeClient:
             await asyncio.sleep(left_s if service_s is None or cut_off else service_s)
         finally:
             self.active -= 1
-        failure = "cut off" if cut_off else "scripted" if (call.session, call.turn) in self.fails else None
+        failure = "cut off" if cut_off else self.failure if (call.session, call.turn) in self.fails else None
         record = RequestRecord(
             session=call.session,
             turn=call.turn,

@@ -146,6 +146,16 @@ async def test_a_closed_loop_bounds_branches_too() -> None:
 
 
 @pytest.mark.looptime
+@pytest.mark.parametrize(("failure", "failed"), [("connect", 9), ("http 500", 3000)])
+async def test_users_of_a_closed_loop_pause_while_the_server_takes_no_connection(failure: str, failed: int) -> None:
+    every = frozenset((session, 0) for session in range(4000))
+    client = FakeClient(lambda call: 0.0025, fails=every, failure=failure)
+    result = await run(client, spec=replace(CONSTANT, arrivals=CLOSED, sessions=None, time_limit_s=2.5))
+    assert len(result.records) == pytest.approx(failed, rel=0.01)
+    assert result.duration_s == pytest.approx(2.5, abs=0.01)
+
+
+@pytest.mark.looptime
 async def test_a_cap_delays_requests_whose_latency_still_counts_from_when_they_were_due() -> None:
     # 10 requests a second are due, and each takes 0.5 s. They run one at a time, so request k waits for k others.
     arrivals = ArrivalSpec(ArrivalKind.CONSTANT, rate=10.0)
