@@ -29,6 +29,8 @@ S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "WARMROUTE_"
 LONGEST_ABOUT = 400
 """Longest description, in characters, that an error message repeats."""
+_BAD_VALUE = (AttributeError, KeyError, TypeError, ValueError)
+"""Errors of the YAML library for values such as `!!bool x` and the date 2024-13-01."""
 _PASSWORD = re.compile(r"(://[^:/@\s]*:)\S*@")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT|_PORT$|_PORT_\d+_(TCP|UDP)")
@@ -128,13 +130,22 @@ class Settings(BaseSettings):
     @classmethod
     def _from_file(cls, path: Path) -> dict[str, Any]:
         try:
-            content = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: a date such as 2024-13-01
+            text = path.read_text()
+            root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        except (OSError, UnicodeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {path} cannot be read: {error}") from None
+        except _BAD_VALUE as error:
+            raise ConfigError(f"--config {path}: a value cannot be read: {type(error).__name__} {error}") from None
         if content is None:
             return {}
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"--config {path} must hold a mapping of settings, e.g. 'port: 8000'")
+        lines: dict[str, int] = {}
+        for key, _ in root.value:
+            field, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+            if field in lines:
+                raise ConfigError(f"{path}: key {field!r} occurs twice, on lines {lines[field]} and {line}: remove one")
+            lines[field] = line
         fields = {str(k).replace("-", "_"): v for k, v in content.items()}
         for field in fields:
             if field not in cls.model_fields or field == "config":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,6 +98,8 @@ class Source:
             with self.path.open("rb") as raw:
                 # One buffer between file and lines: its position tells how much has been read, compressed or not.
                 file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if self.path.suffix == ".gz" else raw
+                if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # some programs of Windows write it
+                    file.read(len(codecs.BOM_UTF8))
                 first = file.peek(64).lstrip()[:1]
                 if first == b"[":
                     for row in orjson.loads(file.read()):

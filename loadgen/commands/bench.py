@@ -14,7 +14,7 @@ from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import OpenArm, Played, sessions_of, timed_by
-from loadgen.commands.server_settings import LISTS, ServerSettings, words_of
+from loadgen.commands.server_settings import LISTS, OneArmSettings, words_of
 from loadgen.commands.single import one_result
 from loadgen.commands.vllm_file import Naming, write_bench_file
 from loadgen.load.arrivals import ArrivalSettings, check_times, mean_turns
@@ -30,7 +30,7 @@ Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
-class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
+class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen bench`.
 
     Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
@@ -46,8 +46,6 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSet
         1000, ge=1, le=100_000_000, description="requests; the session that reaches this number is played to its end"
     )
     request_rate: float | None = Field(math.inf, gt=0, description="requests per second; inf: all at once")
-    flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")
-    policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
     percentile_metrics: list[Metric] = Field(
         list(METRICS),
         description=f"metrics in the console and in --save-result, comma-separated, any of {', '.join(METRICS)}",

@@ -14,7 +14,7 @@ from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import OpenArm, timed_by
-from loadgen.commands.server_settings import LISTS, ServerSettings
+from loadgen.commands.server_settings import LISTS, OneArmSettings
 from loadgen.commands.single import one_result
 from loadgen.commands.trace_format import FORMATS, format_of, window
 from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec
@@ -28,7 +28,7 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload
 PROG = "warmroute-loadgen replay"
 
 
-class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSettings):
+class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSettings):
     """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen replay TRACE`.
 
     Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
@@ -50,8 +50,6 @@ class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, ServerSe
         None, gt=0, description="skip requests from this time of the trace on, seconds; none: skip none"
     )
     num_prompts: int | None = Field(None, ge=1, description="requests at most; none: all of them")
-    flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")
-    policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
     out: str = Field("out/replay", description="folder for result.json, report.html, report.md, result.csv and PNGs")
 
     @model_validator(mode="before")

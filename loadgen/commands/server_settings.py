@@ -101,7 +101,7 @@ class ServerSettings(RequestSettings):
         wanted = "/v1/completions" if self.backend in _COMPLETIONS else "/v1/chat/completions"
         if self.endpoint and "backend" in self.model_fields_set and self.endpoint != wanted:
             raise ValueError(f"--endpoint {self.endpoint} is not that of --backend {self.backend}: give one of them")
-        self.target(self.arm(policy=getattr(self, "policy", "")))  # raises if a header cannot hold it
+        self.target(self.arm())  # raises if a header cannot hold a value
         return self
 
     @property
@@ -128,6 +128,18 @@ class ServerSettings(RequestSettings):
             tokens_per_word=self.tokens_per_word,
             objectives_ms=parse_objectives(self.goodput),
         )
+
+
+class OneArmSettings(ServerSettings):
+    """Mixin: the server of a command that sends one load to it, under one policy."""
+
+    flush_cache: bool = Field(False, description="empty the prefix caches of all pods before the load")
+    policy: str = Field("", description="routing policy to request from a warmroute gateway; empty: none")
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> Self:
+        self.target(self.arm(policy=self.policy))  # raises if a header cannot hold it
+        return self
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:

@@ -86,6 +86,9 @@ def test_refusals_name_field_value_and_what_is_allowed(
         ("port: [", ["cannot be read"]),
         ("host: 2024-13-01", ["cannot be read", "month"]),
         ("port: " + "1" * 5000, ["cannot be read", "digits"]),
+        ("host: !!bool x", ["a value cannot be read", "KeyError"]),
+        ("port: 1\nhost: b\nport: 2", ["'port' occurs twice, on lines 1 and 3"]),
+        ("deadline_s: 1\ndeadline-s: 2", ["'deadline_s' occurs twice, on lines 1 and 2"]),
         ("host: " + "[" * 2000 + "]" * 2000, ["cannot be read", "recursion"]),
     ],
 )

@@ -100,6 +100,16 @@ def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp
     assert analysed(tmp_path / "log.jsonl.gz").requests == 2
 
 
+@pytest.mark.parametrize("name", ["log.jsonl", "log.json", "log.jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str, tmp_path: Path) -> None:
+    rows = [BODY, BODY]
+    text = json.dumps(rows) if name == "log.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    content = b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    found = analysed(tmp_path / name)
+    assert (found.requests, found.skipped_lines) == (2, 0)
+
+
 def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_path: Path) -> None:
     # The fields of the gateway's request lines, which the load generator may not import.
     line = {
