@@ -50,6 +50,7 @@ from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.tier_settings import emulated_stores, real_stores, tiers_over
 from engine.tiers.build import Store, TierError, close_stores
 from engine.tiers.exported import TierCollector
+from engine.without_effect import without_effect
 
 if TYPE_CHECKING:
     from engine.backend.cuda.backend import CudaBackend
@@ -88,6 +89,8 @@ def run(settings: EngineSettings) -> int:
     """Serve until a signal. Return the program's exit status."""
     configure(settings.log_level, settings.log_format)
     configure_audit()
+    for words in without_effect(settings):
+        log.warning("%s", words)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
