@@ -35,6 +35,8 @@ from engine.contract.files import FollowedFile, UnusableFile
 from engine.contract.log_lines import configure
 from engine.contract.otel.running import metrics_sent, tracing
 from engine.contract.settings import ConfigError
+from engine.contract.without_effect import without_effect
+from engine.idle_settings import RULES
 from engine.loop import EngineLoop
 from engine.metrics import EngineMetrics, RegistryState
 from engine.model.config import ModelConfig
@@ -50,7 +52,6 @@ from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.tier_settings import emulated_stores, real_stores, tiers_over
 from engine.tiers.build import Store, TierError, close_stores
 from engine.tiers.exported import TierCollector
-from engine.without_effect import without_effect
 
 if TYPE_CHECKING:
     from engine.backend.cuda.backend import CudaBackend
@@ -89,7 +90,7 @@ def run(settings: EngineSettings) -> int:
     """Serve until a signal. Return the program's exit status."""
     configure(settings.log_level, settings.log_format)
     configure_audit()
-    for words in without_effect(settings):
+    for words in without_effect(settings, RULES):
         log.warning("%s", words)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -15,6 +15,7 @@ from functools import partial
 from aiohttp import web
 
 from engine.contract.collector import quiet_collector
+from engine.contract.without_effect import without_effect
 from router.app import build_app, kept
 from router.config import GatewaySettings
 from router.gateway.audit import audited
@@ -23,6 +24,7 @@ from router.gateway.door import Door, DoorRunner, want_descriptors
 from router.gateway.errors import end_unread, errors, http_log
 from router.gateway.tasks import running_task
 from router.gateway.tls import Certificate, client_context
+from router.idle_settings import RULES
 from router.live.feed import Live
 from router.live.pages import Pages
 from router.live.snapshot import Snapshots
@@ -144,6 +146,8 @@ async def serve(settings: GatewaySettings) -> None:
     Raises CannotListen and UnusableFile if it cannot start. Raises TaskDied after the same drain, but without its
     delay.
     """
+    for words in without_effect(settings, RULES):
+        log.warning("%s", words)
     stop, force = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineSettings
-from engine.without_effect import without_effect
+from engine.contract.without_effect import without_effect
+from engine.idle_settings import RULES
 from tests.engine.server.test_program import run
 
 
 def flags_without_effect(*argv: str) -> set[str]:
     settings = EngineSettings.load(["--model", "m", *argv], prog="test", environ={})
-    lines = list(without_effect(settings))
+    lines = list(without_effect(settings, RULES))
     assert all(re.fullmatch(r"--[a-z-]+ has no effect: .+", line) for line in lines)
     flags = [line.split()[0] for line in lines]
     assert len(flags) == len(set(flags))
