@@ -48,6 +48,7 @@ from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.text.chat import ChatTemplate
+from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.tier_settings import emulated_stores, real_stores, tiers_over
 from engine.tiers.build import Store, TierError, close_stores
@@ -169,6 +170,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         max_model_len=settings.max_model_len or max_model_len,
         eos_token_ids=config.eos_token_ids,
         stride=settings.stride,
+        token_cache=TokenCache(tokenizer, settings.token_cache_mib * 2**20),
         least_kept_tokens=settings.pin_min_tokens,
     )
     return LoadedModel(text, backend, blocks, stores)

@@ -166,6 +166,13 @@ class EngineSettings(Settings):
         "fewer, because each step waits for its slowest thread",
     )
     text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
+    token_cache_mib: int = Field(
+        64,
+        ge=0,
+        le=2**20,
+        description="MiB of memory for the tokens of messages that came before, so that what prompts have in common is "
+        "tokenized once; 0: none",
+    )
     sim_profile: str = Field(
         "h100-8b",
         description="Timing of device sim: h100-8b, a100-8b, l4-8b, h100-70b-tp4, or a .yaml that calibrate wrote",

@@ -71,6 +71,12 @@ class EngineMetrics:
             "warmroute_kv_evicted_too_soon",
             "Evicted KV blocks asked for again before about four pools' worth of others was evicted.",
         )
+        self.token_cache_bytes = gauge(
+            "warmroute_token_cache_bytes", "Memory of the tokens of messages that came before."
+        )
+        self.token_cache_hits = counter(
+            "warmroute_token_cache_hit_characters", "Characters of prompts whose tokens were in that memory."
+        )
         self.prefill_tokens = counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
         self.step_failures = counter("warmroute_step_failures", "Steps that failed in the backend.")
         self.time_to_first_token = histogram(
@@ -164,6 +170,11 @@ class EngineMetrics:
         self.blocks_learnt.set(learnt_blocks)
         self._advance(self.pins_given_up, "pins_given_up", given_up)
         self._advance(self.learnt_given_up, "learnt_given_up", learnt_given_up)
+
+    def update_tokenizing(self, cached_bytes: int, hit_chars: int) -> None:
+        """Set the token cache's values read at a scrape. `hit_chars`: since the engine's start."""
+        self.token_cache_bytes.set(cached_bytes)
+        self._advance(self.token_cache_hits, "token_cache_hits", hit_chars)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set the registry's values read at a scrape."""

@@ -9,7 +9,6 @@ from typing import Any
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
-from engine.sched.request import CacheMark
 from engine.server.fields import GenerationFields, SharedFields, parse_at, parse_fields, shared
 from engine.server.marks import Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
@@ -23,8 +22,9 @@ from engine.server.requests import (
     GenerationJob,
     ModelText,
     Prompt,
+    check_length,
     check_model,
-    encode_text,
+    encode_prompt,
     keys_of,
     make_job,
     render_chat,
@@ -32,7 +32,6 @@ from engine.server.requests import (
     with_answer_so_far,
 )
 from engine.text.key_spans import chat_spans
-from engine.text.tokenizer import Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class _Chat:
 
     messages: list[dict[str, Any]]
     text: str
-    encoded: Encoded
-    marks: tuple[CacheMark, ...]
+    marks: list[Place]
 
 
 def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
@@ -50,16 +48,18 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
     fields = parse_fields(MessagesFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
     chat = _chat(model, fields)
+    encoded = encode_prompt(model, chat.text, "messages", fields.cache_salt, add_special_tokens=False)
+    marks = marks_at(chat.marks, chat.messages, None, chat.text, encoded)
     keys = keys_of(model, canonical_chat(chat.messages), fields.cache_salt)
-    spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, chat.encoded.ends)
-    room = room_for(model, len(chat.encoded.ids), None, "messages")
+    spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, encoded.ends)
+    room = room_for(model, len(encoded.ids), None, "messages")
     meant = GenerationFields(**shared(fields, SharedFields), stop=list(fields.stop_sequences or ()))
     prompt = Prompt(
-        chat.encoded.ids,
+        encoded.ids,
         spans,
         max(1, min(fields.max_tokens, room)),
         None,
-        marks=kept_marks(model, meant, chat.marks, len(chat.encoded.ids)),
+        marks=kept_marks(model, meant, marks, len(encoded.ids)),
         fills_context=fields.max_tokens > room,
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
@@ -70,7 +70,10 @@ def count_tokens(model: ModelText, body: bytes) -> int:
     """Return the number of prompt tokens of the messages in `body`. Raises BadRequest, ModelNotFound."""
     fields = parse_fields(CountFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
-    return len(_chat(model, fields).encoded.ids)
+    text = _chat(model, fields).text
+    check_length(model, text, "messages")
+    # Not from the token cache: this request names no salt.
+    return len(model.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _chat(model: ModelText, fields: CountFields) -> _Chat:
@@ -78,9 +81,7 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
     messages = chat_messages(fields.system, fields.messages)
     goes_on = messages[-1]["role"] == "assistant"
     text = render_chat(model, messages, None, fields.chat_template_kwargs, goes_on=goes_on)
-    encoded = encode_text(model, text, "messages", add_special_tokens=False)
-    kept = marks_at(marks, messages, None, text, encoded)
-    return _Chat(messages, text, encoded, kept)
+    return _Chat(messages, text, marks)
 
 
 def _marks(fields: CountFields) -> list[Place]:

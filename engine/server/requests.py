@@ -20,6 +20,7 @@ from engine.server.so_far import answered_tokens
 from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
+from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import Encoded, Tokenizer
 
 MAX_CHOICES = 64
@@ -43,6 +44,8 @@ class ModelText:
     eos_token_ids: frozenset[int]
     stride: int
     """Bytes per prefix key."""
+    token_cache: TokenCache
+    """Tokens of messages that came before."""
     least_kept_tokens: int = 1
     """Tokens of the shortest prefix that is kept for a client."""
 
@@ -201,11 +204,15 @@ def check_length(model: ModelText, text: str, param: str) -> None:
         )
 
 
-def encode_text(model: ModelText, text: str, param: str, *, add_special_tokens: bool) -> Encoded:
-    """Return the text's tokens. Raises BadRequest for too long a text, and for a token that the model does not have."""
+def encode_prompt(model: ModelText, text: str, param: str, salt: str | None, *, add_special_tokens: bool) -> Encoded:
+    """Return the prompt's tokens, from the cache where it has them.
+
+    Raises BadRequest for too long a text, and for a token that the model does not have.
+    """
     check_length(model, text, param)
-    encoded = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    check_ids(encoded.ids, model.vocab_size, param)
+    encoded = model.token_cache.encode(text, salt or "", add_special_tokens=add_special_tokens)
+    if model.tokenizer.ids_end > model.vocab_size:  # few checkpoints; a look at every id takes as long as the rest
+        check_ids(encoded.ids, model.vocab_size, param)
     return encoded
 
 
@@ -228,7 +235,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
     )
-    encoded = encode_text(model, text, "messages", add_special_tokens=False)
+    encoded = encode_prompt(model, text, "messages", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
     places = chat_places(fields.messages, fields.tools)
@@ -262,7 +269,7 @@ def _goes_on(fields: ChatFields) -> bool:
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
-        encoded = encode_text(model, prompt, "prompt", add_special_tokens=True)
+        encoded = encode_prompt(model, prompt, "prompt", fields.cache_salt, add_special_tokens=True)
         tokens = encoded.ids
     else:
         check_ids(prompt, model.vocab_size, "prompt")

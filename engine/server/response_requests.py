@@ -25,7 +25,7 @@ from engine.server.requests import (
     ModelText,
     Prompt,
     check_model,
-    encode_text,
+    encode_prompt,
     keys_of,
     make_job,
     render_chat,
@@ -91,7 +91,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     _check_input(fields.input)
     messages = response_messages(fields.instructions, fields.input)
     text = render_chat(model, messages, None, fields.chat_template_kwargs)
-    encoded = encode_text(model, text, "input", add_special_tokens=False)
+    encoded = encode_prompt(model, text, "input", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
     spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "input")

@@ -229,11 +229,14 @@ def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
         asked, learnt = service.scheduler.pins
         metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
+        metrics.update_tokenizing(service.model.token_cache.bytes, service.model.token_cache.hit_chars)
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:
     with _audited(request) as action:
-        freed = request.app[STATE].serving().loop.reset_cache()
+        service = request.app[STATE].serving()
+        freed = service.loop.reset_cache()
+        service.model.token_cache.clear()
         action.detail["freed_blocks"] = freed
         action.status = 200
         return _json({"freed_blocks": freed})

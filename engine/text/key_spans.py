@@ -12,13 +12,13 @@ reuses anything, so a wrong claim misdirects a request and never changes an answ
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END, PrefixKey, content_parts, message_parts, tools_bytes
 from engine.sched.request import KeySpan
+from engine.text.ends import tokens_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def cached_prefixes(
             continue
         # If the template strips a content's leading white space, a place in it may come before the previous place.
         furthest = max(furthest, covered if parts else pieces[message].first_char)
-        counts.append(bisect_right(token_ends, furthest) if furthest else 0)
+        counts.append(tokens_within(token_ends, furthest) if furthest else 0)
     return tuple(counts)
 
 
@@ -142,7 +142,7 @@ def _spans(
 ) -> tuple[KeySpan, ...]:
     chars = _covered_chars(pieces, [(i + 1) * stride for i in range(len(keys))])
     return tuple(
-        KeySpan(key, bisect_right(token_ends, covered) if covered else 0)
+        KeySpan(key, tokens_within(token_ends, covered) if covered else 0)
         for key, covered in zip(keys, chars, strict=True)
     )
 

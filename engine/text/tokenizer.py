@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, overload
 
 import tokenizers
 
+from engine.text.cuts import Cuts
 from engine.text.text_limit import TextLimit
 
 
@@ -50,8 +52,14 @@ class _Ends(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
-            return [self._end(i) for i in range(*index.indices(self._length))]
+            return self._all()[index]
         return self._end(range(self._length)[index])
+
+    def _all(self) -> list[int]:
+        if self._first or self._last != self._length - 1 or not self._length:
+            return [self._end(i) for i in range(self._length)]
+        offsets = self._encoding.offsets
+        return [*(max(own[1], following[0]) for own, following in itertools.pairwise(offsets)), self._chars]
 
     def _end(self, i: int) -> int:
         if i < self._first:
@@ -77,9 +85,14 @@ class Tokenizer:
         self._special = {token["id"] for token in state["added_tokens"] if token["special"]}
         self.joins_bytes: bool = (state["decoder"] or {}).get("type") == "ByteLevel"
         """Whether `decode` only joins the tokens' bytes (see `decoded_bytes`) and decodes them as UTF-8."""
+        self.cuts: Cuts = Cuts.of(state)
+        """Where texts can be cut so that their pieces have the same tokens alone."""
         self._decoded: dict[int, bytes] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        longest = max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0)
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.ids_end: int = max(vocabulary.values(), default=-1) + 1
+        """The first number above all token ids. It may exceed `vocab_size`, because ids may have gaps."""
+        longest = max((len(token.encode()) for token in vocabulary), default=0)
         self._limit = TextLimit.of(state, longest, self._bytes_of_char)
 
     @classmethod
@@ -101,6 +114,21 @@ class Tokenizer:
         # encode_batch lets other threads run; encode does not, and half a megabyte takes half a second.
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return Encoded(encoding.ids, _Ends(encoding, text))
+
+    def added_around(self) -> tuple[list[int], list[int]] | None:
+        """Return the ids that the post-processor adds before and after a text; None if that depends on the text."""
+        around = set()
+        for text in ("a", "1 b"):
+            encoding = self._tokenizer.encode_batch([text], add_special_tokens=True)[0]
+            ids, own = encoding.ids, self.encode(text, add_special_tokens=False).ids
+            first = next((i for i in range(len(ids)) if ids[i : i + len(own)] == own), None)
+            if first is None or not own:
+                return None
+            around.add((tuple(ids[:first]), tuple(ids[first + len(own) :])))
+        if len(around) > 1:
+            return None
+        before, after = around.pop()
+        return list(before), list(after)
 
     def most_bytes(self, tokens: int) -> int:
         """Return the bytes of UTF-8 above which a text has more than this many tokens or is not worth encoding."""

@@ -12,6 +12,7 @@ import pytest
 from engine.backend.sim import SimBackend
 from engine.contract.sse import SseDecoder
 from engine.sched.plan import SampledToken, StepPlan, StepResult
+from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import Tokenizer
 from tests.engine.server.conftest import FAST, Engine, Start
 from tests.engine.text.conftest import train_metaspace
@@ -44,7 +45,12 @@ async def spaced(start: Start) -> AsyncIterator[Engine]:
     assert tokenizer.token_text(tokens[0]).startswith("▁")
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(start(backend=Scripted(tokens)))
-        model = replace(engine.service.model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
+        model = replace(
+            engine.service.model,
+            tokenizer=tokenizer,
+            token_cache=TokenCache(tokenizer, 2**20),
+            vocab_size=tokenizer.vocab_size,
+        )
         engine.state.service = replace(engine.service, model=model)
         yield engine
 
