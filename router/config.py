@@ -113,7 +113,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     kv_events_bind: str | None = Field(
         None,
         description="ZMQ address, such as tcp://*:5557, at which the gateway waits for engines that connect to publish "
-        "their KV events; an engine is known by its IP address, or by HOST:PORT between two @ in its topic. "
+        "their KV events; an engine is identified by its IP address, or by HOST:PORT between two @ in its topic. "
         "none: the gateway connects to engines. Only for a single gateway, because an engine connects to one",
     )
 

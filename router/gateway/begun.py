@@ -99,9 +99,9 @@ class Begun:
         return self.said.number + 1 if isinstance(self.said, ResponseSaid) else 0
 
     def refused(self, answer: web.Response | None) -> None:
-        """Take the last error of the engines that were asked for the rest, if there is one.
+        """Note whether the engines refused to give the rest because the answer has all of its tokens.
 
-        It may say that the answer has all of its tokens.
+        `answer`: the last error of the engines that were asked for the rest, if there is one.
         """
         if self.said is not None and answer is not None and is_complete(answer.body):
             self.said.is_full = True

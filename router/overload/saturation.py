@@ -132,7 +132,7 @@ def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
 def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
     """Return whether a request sent now would wait longer than `limit_s`, and not only for one long prompt.
 
-    While the pod's speed is not known, its queue is a guess, because of which a new fleet would hold back a burst.
+    The queued prefill is ignored while the pod's speed is not known: with a guess, a new fleet would hold back a burst.
     """
     state = pod.state
     is_queued = state.queue_s(now_s) > limit_s and state.knows_speed(now_s)
@@ -142,7 +142,7 @@ def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
 
 
 def has_room(pod: Place, most: int, now_s: float, room_s: float = ROOM_S, reserved: float = 0.0) -> bool:
-    """Return whether a held request may go there: less than `room_s` of work is left, and the pod takes one more."""
+    """Return whether a held request may go to the pod: it has less than `room_s` of work left, and takes one more."""
     state = pod.state
     if state.queue_s(now_s) >= room_s or state.backed_up_s(now_s) >= BACKED_UP_S:
         return False

@@ -51,7 +51,7 @@ Responses = Sequence[wire.ProcessingResponse]
 READ = frozenset(KEYED).union(BY_LOAD)
 """Paths whose bodies decide where requests go."""
 MAX_LOGGED_CHARS = 2**13
-"""Longest path and client's address in a log line, as of the gateway's own clients."""
+"""Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
