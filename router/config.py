@@ -214,9 +214,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
 
     engine_metrics: bool = Field(
         True,
-        description="read the metrics of vLLM and SGLang once a second, or less often if that takes much of their "
-        "time: they show other gateways' requests, KV capacity, data-parallel ranks and loaded adapters. The bundled "
-        "engine publishes these to the registry",
+        description="read the metrics of vLLM and SGLang once a second, or less often if that takes much of an "
+        "engine's time. The metrics show other gateways' requests, KV capacity, data-parallel ranks and loaded "
+        "adapters. The bundled engine publishes these to the registry",
     )
     engine_metrics_path: str = Field(
         "/metrics", pattern=r"^/[^\s?#]*$", description="path of the engines' metrics, with no query"

@@ -64,7 +64,7 @@ class Begun:
     fields: dict[str, Any] = field(default_factory=dict)
     """The request's fields, once its body had to be parsed again."""
     said: Said | None = None
-    """All that the client had at the last break."""
+    """All that the client had received at the last break."""
     _made_then: int = -1
 
     def stopped(self, broke: UpstreamBroke, relay: Relay, inbound: Inbound, prompt_tokens: int | None) -> None:

@@ -35,8 +35,8 @@ TIGHT_S = 1.0
 """After the queue is empty, requests are let go as carefully as before for this long. Otherwise each moment without a
 queue would fill the pods' own queues, which would delay the requests that come next."""
 CONTENDED_FOR_S = 10.0
-"""For this many seconds after one tenant's request followed another's, requests of several tenants count as coming
-together."""
+"""For this many seconds after a request that follows one of another tenant or priority, requests of several tenants or
+priorities count as coming together."""
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
 """How often the owner of a line checks whether a request may go: time alone can give pods room."""
