@@ -114,7 +114,7 @@ class Call:
         return () if self._answered is not None else [refusal]
 
     async def close(self) -> None:
-        """End all that was begun, because the conversation is over."""
+        """End all that was begun, because the proxy's stream of messages is over."""
         exchange = self._exchange
         if exchange is None:
             return
@@ -193,7 +193,7 @@ class Call:
         return [*decided, wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
 
     async def _decide(self, *, is_end: bool) -> Responses:
-        """Choose by the body, which is whole."""
+        """Choose by the body, which has come whole."""
         exchange = self._exchange
         assert self._body is not None
         assert exchange is not None
