@@ -30,7 +30,7 @@ for _kind in _WARNINGS:
     warnings.filterwarnings("ignore", category=_kind)
 
 PIECE_BYTES = 2**16
-"""Bytes of a file that are read and sent at once."""
+"""Most bytes of a file that are read and sent in one step."""
 MAX_NAME_BYTES = 1024
 """Longest name of a model."""
 MAX_PARTS = 256
