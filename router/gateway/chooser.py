@@ -96,7 +96,7 @@ class Chooser:
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies look at all of them together, if they can. `telling`: tells other
+        `wide_from`: number of pods from which policies look at all together, if they can. `telling`: tells other
         gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways exchange;
         random if not given.
         """
