@@ -15,7 +15,7 @@ PROG = "warmroute-gateway"
 def main() -> None:
     """Run the gateway. Exit status: 0 after a clean stop, 2 for bad settings, 1 for a used port or a task that died."""
     end_on_sigterm(0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also ends it, without a traceback; the event loop replaces this
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT ends it without a traceback; the event loop replaces this
     # Imported here: the import takes most of a second, in which a SIGTERM must not be lost.
     import_redis()
     import asyncio

@@ -105,8 +105,7 @@ class RedisCaches:
     """Named caches in Redis: a hash for each tenant with its caches' metadata, and a string for each cache's contents.
 
     The contents that this gateway used last stay in its memory, so a request for them reads the hash alone. While Redis
-    is down, requests use contents in memory until the cache expires according to the
-    metadata that was last read.
+    is down, requests use contents in memory until the cache expires according to the metadata that was last read.
     """
 
     def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:

@@ -130,7 +130,7 @@ def _pick(shares: Shares, digest: int) -> str:
 
 
 def _served(model: str, models: Mapping[str, ServedModel]) -> ServedModel | None:
-    """Return the model. For `model:adapter`, a name that engines may not list, return the base model then."""
+    """Return the model of that name. If engines do not list it, it is `model:adapter`: return the base model."""
     return models.get(model) or models.get(model.rpartition(":")[0])
 
 

@@ -24,7 +24,7 @@ larger one is passed on as it comes, since its client may read slowly."""
 HEARD_AT_ONCE = "audio/"
 """Content types with this prefix are passed on from the first byte, as streams are: speech is played as it comes."""
 ANNOUNCED_BYTES = 2**18
-"""Most bytes of a response's announcement that are held back until more comes. It repeats fields of the request."""
+"""Most bytes of a response's announcement (it repeats fields of the request) that are held back until more comes."""
 MAX_ERROR_BYTES = 16 * 2**20
 """Largest answer with an error. It is read whole, since another pod may succeed."""
 
