@@ -267,7 +267,7 @@ class Reader:
         )
 
     def _salt(self, tenant: Tenant, asked: object) -> str | None:
-        """Return the salt that engines get for a request of `tenant` that asks for the salt `asked`; None: keep `asked`.
+        """Return the salt that engines get for a request of `tenant` asking for the salt `asked`; None: keep `asked`.
         Raises BadRequest if `asked` is no text."""
         if self._isolation is None or not (tenant.is_isolated or (asked and self._isolation.has_secret)):
             return None
