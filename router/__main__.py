@@ -15,7 +15,7 @@ PROG = "warmroute-gateway"
 def main() -> None:
     """Run the gateway. Exit status: 0 after a clean stop, 2 for bad settings, 1 for a used port or a task that died."""
     end_on_sigterm(0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise, without a traceback; the event loop replaces it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT ends it without a traceback; the event loop replaces this
     # Imported here: the import takes most of a second, in which a SIGTERM must not be lost.
     import_redis()
     import asyncio
@@ -33,7 +33,7 @@ def main() -> None:
     if sys.argv[1:2] == ["top"]:
         from router.live.top import top_command
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the terminal is restored first
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # lets `top` restore the terminal
         raise SystemExit(top_command(sys.argv[2:]))
     if sys.argv[1:2] == ["keys"]:
         raise SystemExit(keys_command(sys.argv[2:]))

@@ -94,7 +94,7 @@ PROBES_IDLE_S = 3.0
 one."""
 SWEEP_EVERY_S = 0.05
 SWEEP_KEYS = 2_000
-"""Keys of dropped pods looked at in one step: well under a millisecond."""
+"""Keys of dropped pods that one step looks at. A step takes well under a millisecond."""
 
 
 def build_app(settings: GatewaySettings) -> web.Application:
@@ -290,7 +290,7 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         )
 
     def give_up(pod: Pod) -> None:
-        """Move the requests that a sleeping pod has not begun to answer to another pod, if there is one."""
+        """If another pod is left, send it the requests that a sleeping pod has not begun to answer."""
         if any(app[FLEET].pods(model.name) for model in pod.identity.models):
             for target in pod.targets.values():
                 app[ENGINES].give_up(target)

@@ -113,7 +113,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     kv_events_bind: str | None = Field(
         None,
         description="ZMQ address, such as tcp://*:5557, at which the gateway waits for engines that connect to publish "
-        "their KV events; an engine is known by its IP address, or by HOST:PORT between two @ in its topic. "
+        "their KV events; an engine is identified by its IP address, or by HOST:PORT between two @ in its topic. "
         "none: the gateway connects to engines. Only for a single gateway, because an engine connects to one",
     )
 
@@ -214,9 +214,9 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
 
     engine_metrics: bool = Field(
         True,
-        description="read the metrics of vLLM and SGLang once a second, or less often if that takes much of their "
-        "time: they show other gateways' requests, KV capacity, data-parallel ranks and loaded adapters. The bundled "
-        "engine publishes these to the registry",
+        description="read the metrics of vLLM and SGLang once a second, or less often if that takes much of an "
+        "engine's time. The metrics show other gateways' requests, KV capacity, data-parallel ranks and loaded "
+        "adapters. The bundled engine publishes these to the registry",
     )
     engine_metrics_path: str = Field(
         "/metrics", pattern=r"^/[^\s?#]*$", description="path of the engines' metrics, with no query"

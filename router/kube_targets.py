@@ -31,7 +31,7 @@ class KubeTarget:
     key_file: str | None = None
     """File with the API key for these engines; None: they get the gateway's one key, if it has one."""
     model: str | None = None
-    """This and the next fields count for a pod without such annotations."""
+    """This field and the next three apply to a pod without the matching annotation."""
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
     ranks: int | None = None
@@ -96,7 +96,7 @@ class _Entry(BaseModel):
                 raise ValueError(f"entry {place}: selector is required")
             return
         for name in sorted(self.model_fields_set & {"selector", "port"}):
-            raise ValueError(f"entry {place}: {name} and pool are both given: the pool tells it; leave {name} out")
+            raise ValueError(f"entry {place}: {name} and pool are both given: the pool sets it; leave {name} out")
         if count > 1:
             raise ValueError(f"entry {place}: pool must be the only entry: an endpoint picker has one InferencePool")
 

@@ -48,7 +48,7 @@ def add_routes(app: web.Application) -> None:
 def _to(
     key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.StreamResponse]]
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Return a handler that calls a method of an object of the application, which exists once that has started."""
+    """Return a handler that calls `method` of the object at `key`, which exists once the application has started."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await method(request.app[key], request)

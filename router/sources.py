@@ -48,7 +48,7 @@ def make_objectives(settings: GatewaySettings) -> Objectives | None:
         partial(connect_to, _credentials(settings, target), OBJECTIVES, {}),
         table,
         where=f"objectives of {target}",
-        kept="those known so far count",
+        kept="those known so far stay in use",
     )
     return Objectives(watch, table)
 

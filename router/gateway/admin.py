@@ -26,7 +26,7 @@ from router.registry.index import PrefixIndex
 from router.tenants.tenant import DEFAULT, Tenant
 
 RESET_TIMEOUT_S = REPEATED_S + 5.0
-"""Time for all attempts at one engine."""
+"""Seconds for all attempts to empty one engine's cache."""
 MAX_RESET_ANSWER_BYTES = 2**14
 """Most bytes read of an engine's answer to a reset."""
 BODY_TIMEOUT_S = 60.0
@@ -144,7 +144,7 @@ class Admin:
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
-        """Return an empty text if the engine emptied its cache, or why it did not, if another attempt may succeed.
+        """Return an empty text if the engine emptied its cache, else why it did not. Then another attempt may succeed.
 
         Raises aiohttp.ClientError, also for a status of 300 or more.
         """

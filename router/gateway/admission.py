@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class Admission:
-    """`with admission.request() as admitted:` counts one request and the bytes that `admitted` holds, for its block."""
+    """`with admission.request() as admitted:` counts one request and the bytes that `admitted` holds."""
 
     def __init__(self, max_in_flight: int, max_body_bytes: int, max_answer_bytes: int) -> None:
         """The bounds in bytes are for all requests in flight together."""

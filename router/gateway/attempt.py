@@ -42,7 +42,7 @@ class Attempt:
     """None while the attempt is under way."""
 
     is_on_budget: bool = False
-    """Whether the attempt takes a place in the budget of retries under way."""
+    """Whether the retry budget counts the attempt as under way."""
 
     @property
     def pod(self) -> Pod:

@@ -1,4 +1,4 @@
-"""Begin attempts: set an attempt's load on its pod, its report to other gateways and its session there."""
+"""Begin attempts: each gets a load on its pod, a reporter to the other gateways and a session at the pod."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Attempts:
         self._clock = asyncio.get_running_loop().time
 
     def begin(self, exchange: Exchange, inbound: Inbound, choice: Choice) -> Attempt:
-        """Return the exchange's next attempt, at the chosen pod. It counts there once its block is entered."""
+        """Return the exchange's next attempt, at the chosen pod. Its `with` block adds it to the pod's load."""
         lease = self._fleet.lease(
             choice.pod,
             prompt_tokens=inbound.prompt_tokens,
             uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
             output_tokens=inbound.output_tokens,
-            streams=inbound.stream and inbound.prompts == 1,  # of several prompts, most still wait after the first byte
+            streams=inbound.stream and inbound.prompts == 1,  # else most prompts still wait after the first byte
         )
         lease.loads_adapter = choice.loads_adapter
         now_s = self._clock()

@@ -64,7 +64,7 @@ class Begun:
     fields: dict[str, Any] = field(default_factory=dict)
     """The request's fields, once its body had to be parsed again."""
     said: Said | None = None
-    """All that the client had at the last break."""
+    """All that the client had received at the last break."""
     _made_then: int = -1
 
     def stopped(self, broke: UpstreamBroke, relay: Relay, inbound: Inbound, prompt_tokens: int | None) -> None:
@@ -99,9 +99,9 @@ class Begun:
         return self.said.number + 1 if isinstance(self.said, ResponseSaid) else 0
 
     def refused(self, answer: web.Response | None) -> None:
-        """Take the last error of the engines that were asked for the rest, if there is one.
+        """Note whether the engines refused to give the rest because the answer has all of its tokens.
 
-        It may say that the answer has all of its tokens.
+        `answer`: the last error of the engines that were asked for the rest, if there is one.
         """
         if self.said is not None and answer is not None and is_complete(answer.body):
             self.said.is_full = True

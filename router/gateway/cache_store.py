@@ -66,7 +66,7 @@ class MemoryCaches:
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
         """See CacheStore."""
-        for other in list(self._kept):  # also of tenants that never come back
+        for other in list(self._kept):  # also drop expired caches of tenants that never come back
             if not self._alive(other):
                 del self._kept[other]
         check_bounds([*await self.all_of(owner), meta], self._bounds)
@@ -102,10 +102,10 @@ class MemoryCaches:
 
 
 class RedisCaches:
-    """Named caches in Redis: a hash for each tenant with their metadata, and a string with the contents of each.
+    """Named caches in Redis: a hash for each tenant with its caches' metadata, and a string for each cache's contents.
 
     The contents that this gateway used last stay in its memory, so a request for them reads the hash alone. While Redis
-    is down, requests use contents in memory if their cache was alive when it was last read.
+    is down, requests use contents in memory until the cache expires according to the metadata that was last read.
     """
 
     def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
@@ -192,7 +192,7 @@ class RedisCaches:
 
     async def _say(self, owner: str, meta: CacheMeta) -> None:
         await self._redis.hset(named_caches_key(owner), meta.id, orjson.dumps(asdict(meta)))
-        if alive := await self._all(owner):  # it may be empty: a cache may have a lifetime of a nanosecond
+        if alive := await self._all(owner):  # none may be left: a cache may live for a nanosecond
             longest_s = max(other.until_s for other in alive)
             await self._redis.pexpire(named_caches_key(owner), int(1000 * (longest_s - self._clock())) + _SLACK_MS)
 

@@ -96,7 +96,7 @@ class Chooser:
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies look at all of them at once, if they can. `telling`: tells other
+        `wide_from`: number of pods from which policies look at all together, if they can. `telling`: tells other
         gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways exchange;
         random if not given.
         """
@@ -180,8 +180,9 @@ class Chooser:
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
 
-        That is the time in which another pod would compute again what those pods hold; 0: nothing to gain. A request
-        that waits for as long as the wait could save loses at most that much again (ski rental). No side effects.
+        That is the time that another pod would need to compute what only those pods hold; 0: they hold nothing more. A
+        request that waits no longer than this loses at most as much as it could have saved (ski rental). No side
+        effects.
         """
         now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
@@ -189,7 +190,7 @@ class Chooser:
         serving = {pod.pod_id for pod in pods} if table is None else table.id_set
         sets, _ = self._index.match_sets(inbound.keys, now_s)
         there = elsewhere = 0
-        for holders, strides in reversed(sets):  # each set lies within the next of `sets`, and has more strides
+        for holders, strides in reversed(sets):  # most strides first; each set is part of the next here
             if not there and any(pod in without_room and pod in serving for pod in holders):
                 there = strides
             if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
@@ -321,7 +322,7 @@ class Chooser:
     def heard(
         self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
-        """Count a request that another gateway sent. `request`: that gateway's name, a dot and the request's own."""
+        """Count a request that another gateway sent. `request`: that gateway's random number, a dot, the request's."""
         now_s = self._clock()
         predictor = self._policies_of(pod.model).get("predicted_ttft")
         if isinstance(predictor, PredictedTtft):
@@ -423,7 +424,7 @@ class Chooser:
         last, tokens = NO_MATCH, 0
         for pod in pods:
             match = matches.get(pod.pod_id, NO_MATCH)
-            if match is not last:  # pods that hold equally much share one Match
+            if match is not last:  # pods that hold equally many strides share one Match
                 last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
             view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
             if match.host_strides or match.disk_strides:

@@ -1,4 +1,4 @@
-"""Conversations that an engine keeps: a request with `previous_response_id` or `conversation` goes to that pod."""
+"""Conversations that engines keep: a request with `previous_response_id` or `conversation` goes to the pod with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _place_name(field: str, key: str) -> str:
 
 
 class Conversations:
-    """Finds the pods that have conversations. Those of another tenant are reported as unknown."""
+    """Finds the pods that have conversations. Another tenant's conversations are reported as unknown."""
 
     def __init__(self, fleet: Fleet, places: Places) -> None:
         self._fleet = fleet
@@ -73,7 +73,7 @@ class Conversations:
         )
 
     def bound(self, inbound: Inbound, place: Place) -> Inbound:
-        """Return the request bound to that place. Raises NotKept if its pod is gone, Unavailable if it is away."""
+        """Return the request bound to `place`. Raises NotKept if its pod is gone, Unavailable if the pod is away."""
         assert inbound.continues is not None
         name, key = inbound.continues
         pod = self._fleet.pod(PodId(place.pod))

@@ -2,16 +2,16 @@
 
 vLLM 0.32 reports `abort` only in some cases:
 
-| answer | before the first token | later |
+| answer | cut before the first token | cut later |
 |---|---|---|
 | stream of a chat or completion | the usage, `[DONE]`, and no reason | `abort` |
-| stream of a message | `end_turn` and 0 tokens | `end_turn`, as in any |
-| stream of a response | `response.completed` and 0 tokens | `response.completed`, as in any |
+| stream of a message | `end_turn` and 0 tokens | `end_turn`, as if complete |
+| stream of a response | `response.completed` and 0 tokens | `response.completed`, as if complete |
 | whole chat or completion | `abort` | `abort` |
 | whole message | no `stop_reason` | no `stop_reason` |
-| whole response | `completed` and 0 tokens | `completed`, as in any |
+| whole response | `completed` and 0 tokens | `completed`, as if complete |
 
-The token that ends an answer counts, so no complete answer has 0 tokens.
+The token that ends an answer is counted, so no complete answer has 0 tokens.
 """
 
 from __future__ import annotations

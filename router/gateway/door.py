@@ -351,7 +351,7 @@ class DoorRunner(web.AppRunner):
         logger: logging.Logger,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`tls`: its sites must still be plain ones, since clients are admitted before the handshake."""
+        """`tls`: used after a client is admitted, so the runner's sites must be plain ones even with TLS."""
         super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
         self._door = door
         self.tls = tls

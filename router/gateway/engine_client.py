@@ -22,7 +22,7 @@ STALE_S = 0.25
 the request was on its way."""
 KEEP_EVERY_S = 0.5
 OPENED_AHEAD = 32
-"""Connections opened at once, to all engines together: they cost at most 1 % of a core. This keeps 300 open to vLLM
+"""Most connections opened per KEEP_EVERY_S, to all engines together: 1 % of a core at most. This keeps 300 open to vLLM
 and SGLang, which close idle ones after 5 s."""
 FADES = 0.5 ** (KEEP_EVERY_S / 30)
 """Factor for each KEEP_EVERY_S, so that the number of connections to keep halves within 30 s."""

@@ -30,7 +30,7 @@ for _kind in _WARNINGS:
     warnings.filterwarnings("ignore", category=_kind)
 
 PIECE_BYTES = 2**16
-"""Bytes of a file that are read and sent at once."""
+"""Most bytes of a file that are read and sent in one step."""
 MAX_NAME_BYTES = 1024
 """Longest name of a model."""
 MAX_PARTS = 256
@@ -166,7 +166,7 @@ class Form:
             raise _broken(fault_of(error)) from None
         except (ValueError, RuntimeError, AssertionError, *_WARNINGS) as error:
             raise _broken(str(error)) from None
-        leave_gate(self._request)  # the end of a body takes a place in the gate
+        leave_gate(self._request)  # a connection takes a place in the gate at the end of a body
         if self._content.total_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return found

@@ -15,7 +15,7 @@ from typing import Protocol
 PLACES = 4
 """With one place, the event loop would idle for a turn at each step of a request. 4 and 16 gave the same mean TTFT."""
 MAX_WAITING_BYTES = 32 * 2**20
-"""Bytes of all that wait. A request beyond this bound enters without a free place; only admission bounds it then."""
+"""Most bytes of all waiting visitors. One beyond this enters without a free place, and only admission bounds it."""
 MAX_HOLD_S = 0.1
 """After this time a place goes to the next visitor, so a place that is never given back stops nobody."""
 

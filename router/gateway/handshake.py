@@ -71,7 +71,7 @@ class Handshake(asyncio.Protocol):
                     self,
                     self._context,
                     server_side=True,
-                    ssl_handshake_timeout=2 * limit_s,  # else the loop's own 60 s would come first if this is longer
+                    ssl_handshake_timeout=2 * limit_s,  # the loop's default is 60 s, less than some limits
                 )
         except (OSError, ssl.SSLError) as error:
             log.debug("the TLS handshake with a client failed: %s", error)

@@ -66,7 +66,7 @@ class Hedges:
                 self._metrics.hedged("won" if race.winner is race.second else "lost")
 
     def _second(self, inbound: Inbound, first: Attempt) -> Choice | None:
-        """Choose a second pod; None if there is none. Pods that others wait for or that may be broken are left out."""
+        """Choose a second pod; None if there is none. Full, contended and possibly broken pods are left out."""
         busy = self._room.busy(inbound.model)
         if busy is not None:
             avoided = busy | self._fleet.doubtful(inbound.model) | {first.pod.pod_id}

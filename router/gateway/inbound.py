@@ -169,7 +169,7 @@ class Reader:
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
         size, media = len(head.canonical), head.media_parts
-        media_tokens = media * (MEDIA_TOKENS - MEDIA_BYTES * tokens_per_byte)  # beyond those of their canonical bytes
+        media_tokens = media * (MEDIA_TOKENS - MEDIA_BYTES * tokens_per_byte)  # `size` counts MEDIA_BYTES of each
         prompt_tokens = (size + head.further_bytes) * tokens_per_byte + media_tokens
         return Inbound(
             endpoint=endpoint,
@@ -200,7 +200,7 @@ class Reader:
         tenant: Tenant = DEFAULT,
         priority: int | None = None,
     ) -> Inbound:
-        """Return the request of `tenant` to a path whose requests have no keys. Its length is that of its body."""
+        """Return the request of `tenant` to a path whose requests have no keys. The body's length gives its tokens."""
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
         asked = asked_model(fields, is_required=path not in BY_LOAD)
@@ -267,8 +267,8 @@ class Reader:
         )
 
     def _salt(self, tenant: Tenant, asked: object) -> str | None:
-        """Return the salt that engines get for a request of `tenant` that asks for `asked`; None: what it asks for.
-        Raises BadRequest if that is no text."""
+        """Return the salt that engines get for a request of `tenant` asking for the salt `asked`; None: keep `asked`.
+        Raises BadRequest if `asked` is no text."""
         if self._isolation is None or not (tenant.is_isolated or (asked and self._isolation.has_secret)):
             return None
         if not isinstance(asked, str | None):
@@ -341,7 +341,7 @@ class Reader:
 
     def _is_on(self, base: str, name: str) -> bool:
         """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
-        from the start, so for the name of such a model only served models count."""
+        from the start, so while `base` is served, such a name means a model only if an engine serves that model too."""
         served = self._fleet.models()
         if name in served:
             return False

@@ -1,8 +1,8 @@
 """Recognize an engine's state from its error messages: known texts of vLLM and SGLang, and no others.
 
 HTTP statuses do not show it. A draining vLLM answers every new request with 500, and a full one with 503 without
-Retry-After. A vLLM whose core was killed answers 500, or sends an error event in a stream. The known text stands at the
-beginning of the message, where no client can put it: errors quote the request only later.
+Retry-After. A vLLM whose core was killed answers 500, or sends an error event in a stream. The known text is at the
+beginning of the message, where no client can put it: errors quote the request only after it.
 """
 
 from __future__ import annotations

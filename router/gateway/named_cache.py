@@ -129,7 +129,7 @@ def parse_new(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> Want
 
 
 def parse_renewal(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> float:
-    """Return until when the body of a PATCH asks to keep a cache. Raises BadRequest if it asks for another change."""
+    """Return the time until which a PATCH's body asks to keep a cache. Raises BadRequest for any other change."""
     _check_names(fields, _TIMES)
     until_s = parse_expiry(fields, now_s, max_ttl_s)
     if until_s is None:
@@ -138,7 +138,7 @@ def parse_renewal(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> 
 
 
 def parse_expiry(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> float | None:
-    """Return until when a body asks to keep a cache; None if it does not say. Raises BadRequest."""
+    """Return the time until which a body asks to keep a cache; None if it does not say. Raises BadRequest."""
     given = {_TIMES[name]: value for name, value in fields.items() if name in _TIMES and value is not None}
     if len(given) > 1:
         raise BadRequest("give ttl or expireTime, not both", param="ttl")

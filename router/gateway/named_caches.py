@@ -123,7 +123,7 @@ class NamedCaches:
         return await self._answer(request, self._get)
 
     async def renew(self, request: web.Request) -> web.StreamResponse:
-        """`PATCH /v1/caches/{id}`: change until when the cache is kept."""
+        """`PATCH /v1/caches/{id}`: change the time until which the cache is kept."""
         return await self._answer(request, self._renew)
 
     async def remove(self, request: web.Request) -> web.StreamResponse:

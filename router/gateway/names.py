@@ -41,8 +41,8 @@ class Names:
         return tuple(dict.fromkeys(model for shares in self._shares.values() for model, _ in shares))
 
     def split(self, name: str) -> tuple[str, str]:
-        """Split `name` or `name:adapter` into the operator's name and the adapter on its model. Both are empty if it
-        is no such name."""
+        """Split `name` or `name:adapter` into the operator's name and the adapter on its model. Both are empty if
+        `name` is not one of the operator's."""
         if name in self._shares:
             return name, ""
         own, _, adapter = name.rpartition(":")
@@ -130,7 +130,7 @@ def _pick(shares: Shares, digest: int) -> str:
 
 
 def _served(model: str, models: Mapping[str, ServedModel]) -> ServedModel | None:
-    """Return the model, or the base model of `model:adapter`, which engines do not list."""
+    """Return the model of that name. If engines do not list it, it is `model:adapter`: return the base model."""
     return models.get(model) or models.get(model.rpartition(":")[0])
 
 

@@ -252,7 +252,7 @@ class Proxy:
                 attempt.pod.faults.began(now_s)
                 if len(exchange.attempts) > 1:
                     self._blame.settle(exchange, is_made_good=True)
-                if inbound.prompts == 1:  # with several, the headers of a stream tell only of the first
+                if inbound.prompts == 1:  # else a stream's headers tell only of the first prompt
                     exchange.usage = header_usage(opened.response.headers)
                     attempt.first_token(exchange.usage.cached_tokens)
                 if not opened.is_whole:

@@ -126,7 +126,7 @@ class Recorder:
         )
 
     def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
-        """Compare the choice with its rival, now that the actual time is known."""
+        """Compare the choice with its rival, the best pod not chosen, now that the actual time is known."""
         tokens = exchange.usage.prompt_tokens
         self._metrics.looked_back(
             regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)

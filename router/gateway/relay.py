@@ -211,7 +211,7 @@ class Relay:
         return chunk[at:]
 
     async def _send_before(self, events: bytes) -> None:
-        """Send the events that precede one that may end the answer, and record them."""
+        """Send and record the events before one that may end the answer."""
         if events:
             await self._sink.write(events)
             if self.record is not None:

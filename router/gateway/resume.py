@@ -29,10 +29,10 @@ _APIS: Mapping[str, Api] = {
 RESUMED = frozenset(_APIS)
 """Endpoints whose streams can be resumed."""
 MAX_BODY_BYTES = 2**20
-"""Longest request that is parsed again for its rest: parsing and writing it blocks the loop for about 10 ms."""
+"""Largest request body that is parsed again to ask for the rest. That blocks the loop for about 10 ms."""
 MAX_STOP_CHARS = 4096
-"""Longest stop strings together whose beginnings are looked for in the text: the time grows with the square of a
-string's length, and is half a millisecond for one of this length."""
+"""Most characters of all stop strings together. Their beginnings are looked for at the end of the text: the time for
+this grows with the square of a string's length, and is half a millisecond for a string of this length."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 _COMPLETE = b'"answer_complete"'
 """Our engine's error code if nothing is left to generate."""

@@ -87,7 +87,7 @@ class ChatApi:
         if self._endpoint is Endpoint.COMPLETIONS:
             return Way.PROMPT if isinstance(fields.get("prompt"), str) else None
         kind = card.get("owned_by")
-        if kind == "sglang":  # puts the text after the prompt as it is
+        if kind == "sglang":  # SGLang puts the text after the prompt as it is
             return Way.MESSAGE
         return Way.MESSAGE if kind == "vllm" and is_rendered_as_is(said.text) else None
 

@@ -90,7 +90,7 @@ class Sharing:
         )
 
     def fleet_changed(self, change: FleetChange) -> None:
-        """Take a change of the set of pods. Call it after the keys of restarted or removed pods have been dropped."""
+        """Apply a change of the set of pods. Call it after the keys of restarted or removed pods have been dropped."""
         self.reader.set_pods(change.pods.keys(), change.ended)
 
     def status(self) -> BeliefStatus:

@@ -104,7 +104,7 @@ class Status:
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once the gateway knows what it needs to route; the body says what is missing.
 
-        A gateway is ready even if the fleet has no engines, since clients get an error for that, or if Redis fails.
+        A gateway is ready even without engines, since clients get an error for that, and even if Redis fails.
         `?engines=N`: see `_few`.
         """
         discovery = self._discovery.status()

@@ -83,7 +83,7 @@ class Stored:
             self._recorder.ended(exchange, pattern, partial(client_of, request))
 
     async def _place(self, name: str, tenant: Tenant) -> Place:
-        """Return the place of the response. Raises the same NotKept if it is unknown or another tenant's."""
+        """Return the place of the response. Raises NotKept, worded alike if it is unknown or another tenant's."""
         place = await self._places.find(name) if _ID.fullmatch(name) else None
         if place is None or place.tenant != tenant.name:
             raise _not_found(name, "it is unknown here, was deleted, or was forgotten")

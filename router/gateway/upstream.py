@@ -22,9 +22,9 @@ WHOLE_BYTES = 2**20
 """An answer of up to this many bytes is read whole, so that another pod can be tried if the pod dies within it. A
 larger one is passed on as it comes, since its client may read slowly."""
 HEARD_AT_ONCE = "audio/"
-"""Prefix of other content types that are passed on from their first byte: speech is played while the rest is made."""
+"""Content types with this prefix are passed on from the first byte, as streams are: speech is played as it comes."""
 ANNOUNCED_BYTES = 2**18
-"""The announcement of a response, which repeats fields of the request, is held back until it has this many bytes."""
+"""Most bytes of a response's announcement (it repeats fields of the request) that are held back until more comes."""
 MAX_ERROR_BYTES = 16 * 2**20
 """Largest answer with an error. It is read whole, since another pod may succeed."""
 

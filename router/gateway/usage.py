@@ -39,7 +39,8 @@ class Usage:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     is_final: bool = False
-    """Whether these are the engine's final counts. If so, a count that it ever gives is missing only if it is 0."""
+    """Whether these are the engine's final counts. If so, a count that the engine gives in other answers is missing
+    only if it is 0."""
     is_broken: bool = False
     """Whether the answer broke off, so more would have been generated."""
 
@@ -127,7 +128,7 @@ def _message_usage(tail: bytes) -> Usage:
 
 
 def _is_silent_of_cache(usage: Usage, said: bytes) -> bool:
-    """Whether an answer of `/v1/messages` lacks the count of cached tokens: an engine may give it only elsewhere."""
+    """Whether an answer of `/v1/messages` lacks the count of cached tokens: it may be in an earlier event."""
     return usage.cached_tokens is None and b'"output_tokens"' in said
 
 

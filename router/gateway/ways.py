@@ -138,7 +138,7 @@ def own_counts(prompt: int | None, told: int, generated: int, made: int) -> tupl
     """Return the tokens of the prompt and of the answer, if the engine counted `made` of the answer's tokens as
     part of the prompt.
 
-    `prompt`: those of the prompt, if known. The sum is the engine's.
+    `prompt`: tokens of the prompt, if known. `told` and `generated`: the engine's counts, whose sum stays the same.
     """
     own = max(0, told - made) if prompt is None else min(prompt, told)
     return own, told + generated - own

@@ -78,8 +78,8 @@ class DecisionLog:
             self._second_s, self._taken, self._scored = now_s, 0, 0
 
     def add(self, exchange: Exchange, now_s: float) -> None:
-        """Offer a request that has ended. It is kept if few requests of this second are kept, or if the
-        request has scores or an error."""
+        """Offer a request that has ended. At most PER_S are kept each second, and only half as many of those without
+        scores and without an error of the server."""
         self.seen += 1
         last, inbound = exchange.last, exchange.inbound
         if last is None or inbound is None:

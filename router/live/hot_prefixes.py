@@ -15,9 +15,9 @@ from engine.contract.keys import PrefixKey
 WINDOW_S = 30.0
 """Counts cover the present window and the one before it."""
 KEYS_PER_S = 20_000
-"""Keys counted per second of requests; they take a few milliseconds. Further requests are skipped."""
+"""Most keys counted in a second, which takes a few milliseconds. Further requests are skipped."""
 MOST_KEYS = 32_768
-"""Keys of a window. Above this number, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
+"""Most keys of a window. Above this number, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
 SAME_SHARE = 0.7
 """If a longer prefix accounts for this share of a shorter one, it stands for both."""
 LEAST_COUNT = 3

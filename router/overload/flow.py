@@ -1,9 +1,9 @@
 """The waiting requests of one tenant and priority: its sessions take turns, each ordered by deadline. Pure.
 
 Between sessions it uses start-time fair queueing, as between tenants (`queue.py` names the sources). A session's tag
-grows by the tokens of its requests that are let go; the least tag goes first. So one session with hundreds of requests
-does not hold back a session with one. Each request without a session counts as one session. All of them share one tag,
-which grows by tokens / (how many of them wait), so among themselves only the deadline decides.
+grows by the tokens of its requests that are let go (sent to a pod); the least tag goes first. So one session with
+hundreds of requests does not hold back a session with one. Each request without a session counts as one session. All of
+them share one tag, which grows by tokens / (how many of them wait), so among themselves only the deadline decides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of a model's pods have as many requests as they take, kept current from one look to the next.
+"""Which of a model's pods have as many requests as they take, kept current from one look (a call of `at`) to the next.
 
 A pod becomes full only when something happens to it: a request is sent, a report comes, a cap is learnt. Time alone can
 only make it free again: a learnt cap grows, and an old report counts less. So a look asks only the pods to which

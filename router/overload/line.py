@@ -33,10 +33,10 @@ PATIENCE_S = 0.25
 back."""
 TIGHT_S = 1.0
 """After the queue is empty, requests are let go as carefully as before for this long. Otherwise each moment without a
-queue would fill the pods' own queues, and delay the requests of the next one."""
+queue would fill the pods' own queues, which would delay the requests that come next."""
 CONTENDED_FOR_S = 10.0
-"""Requests of several tenants count as coming together until this many seconds after one tenant's request followed
-another's."""
+"""For this many seconds after a request that follows one of another tenant or priority, requests of several tenants or
+priorities count as coming together."""
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
 """How often the owner of a line checks whether a request may go: time alone can give pods room."""
@@ -61,7 +61,7 @@ class Release:
 
 
 class Drain:
-    """Tokens a second at which the queue empties while there is one; older tokens count less."""
+    """Tokens a second at which the queue empties while requests wait; older tokens count less."""
 
     __slots__ = ("_at_s", "_seconds", "_tokens")
 
@@ -177,8 +177,8 @@ class Line:
         """Remove and return the next request that may go; None: there is none.
 
         `patience_s(request, avoided)`: how long the request should wait for a pod in `avoided` before it goes
-        elsewhere. Among the first few requests, the first that need not wait goes, so that caches are used as well as
-        without a queue.
+        elsewhere. Among the first few requests, the first that need not wait goes, so that caches are used no less
+        than without a queue.
 
         A flow within its share is not held while any pod takes a request from it. The other flows leave some room for
         it, while there is such a flow.

@@ -1,5 +1,5 @@
-"""Waiting requests in the order in which they are let go: by priority, then weighted fair between flows, then by
-deadline. Pure: every time is seconds of one monotonic clock, passed in.
+"""Waiting requests in the order in which they are let go (sent to a pod): by priority, then weighted fair between
+flows, then by deadline. Pure: every time is seconds of one monotonic clock, passed in.
 
 Between the flows of one priority it uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996, section 2). A
 flow's tag is the virtual time at which its next request starts. The least tag goes first, and grows by tokens / weight.

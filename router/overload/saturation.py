@@ -39,11 +39,12 @@ FORGET_S = 60.0
 class Cap:
     """How many requests a pod takes at once, learnt from its behaviour.
 
-    From its refusals (429, or 503 of a pod that answers others): the pod takes as many of this gateway's requests as it
-    had when it refused one more. One more is tried each second. From its reports, for all gateways together: as many as
-    run while others wait and are late. Being late shows that they wait not for prefill but for a place in the batch or
-    KV blocks. One more is tried for each report in which as many run and none waits. (Additive increase as in Chiu and
-    Jain, 1989; the decrease need not be multiplicative, because the pod shows the number.)
+    After a refusal (429, or 503 of a pod that answers other requests), the cap is the number of this gateway's requests
+    that the pod had at that moment. It grows by one each second. From the pod's reports comes another cap, for all
+    gateways together: the number of requests that run while other requests wait and are late. Being late shows that
+    those wait not for prefill but for a place in the batch or KV blocks. This cap grows by one for each report in which
+    it is reached and no request waits. (Additive increase as in Chiu and Jain, 1989; the decrease need not be
+    multiplicative, because the pod shows the number.)
     """
 
     __slots__ = ("_at", "_batch", "_refused_s", "_watchers")
@@ -93,7 +94,7 @@ class Cap:
         return self._at + int(since_s / GROW_S)
 
     def reported(self, load: LoadReport, late_s: float) -> None:
-        """Take a report of the pod. `late_s`: how late the oldest request without a first token is."""
+        """Learn from a report of the pod. `late_s`: how late the oldest request without a first token is."""
         if load.waiting:
             if late_s >= LATE_S and load.running:
                 self._batch = load.running
@@ -132,7 +133,7 @@ def is_full(pod: Place, most: int, now_s: float, reserved: float = 0.0) -> bool:
 def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
     """Return whether a request sent now would wait longer than `limit_s`, and not only for one long prompt.
 
-    While the pod's speed is not known, its queue is a guess, because of which a new fleet would hold back a burst.
+    The queued prefill is ignored while the pod's speed is not known: with a guess, a new fleet would hold back a burst.
     """
     state = pod.state
     is_queued = state.queue_s(now_s) > limit_s and state.knows_speed(now_s)
@@ -142,7 +143,7 @@ def is_saturated(pod: Place, limit_s: float, now_s: float) -> bool:
 
 
 def has_room(pod: Place, most: int, now_s: float, room_s: float = ROOM_S, reserved: float = 0.0) -> bool:
-    """Return whether a held request may go there: less than `room_s` of work is left, and the pod takes one more."""
+    """Return whether a held request may go to the pod: it has less than `room_s` of work left, and takes one more."""
     state = pod.state
     if state.queue_s(now_s) >= room_s or state.backed_up_s(now_s) >= BACKED_UP_S:
         return False

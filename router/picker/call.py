@@ -51,7 +51,7 @@ Responses = Sequence[wire.ProcessingResponse]
 READ = frozenset(KEYED).union(BY_LOAD)
 """Paths whose bodies decide where requests go."""
 MAX_LOGGED_CHARS = 2**13
-"""Longest path and client's address in a log line, as of the gateway's own clients."""
+"""Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
 _TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
@@ -114,7 +114,7 @@ class Call:
         return () if self._answered is not None else [refusal]
 
     async def close(self) -> None:
-        """End all that was begun, because the conversation is over."""
+        """End all that was begun, because the proxy's stream of messages is over."""
         exchange = self._exchange
         if exchange is None:
             return
@@ -193,7 +193,7 @@ class Call:
         return [*decided, wire.ProcessingResponse(request_trailers=wire.TrailersResponse())]
 
     async def _decide(self, *, is_end: bool) -> Responses:
-        """Choose by the body, which is whole."""
+        """Choose by the body, which has come whole."""
         exchange = self._exchange
         assert self._body is not None
         assert exchange is not None

@@ -1,5 +1,5 @@
-"""Where requests go, among the endpoints that the proxy allows. The chooser places requests with keys, and load those
-without."""
+"""Where requests go, among the endpoints that the proxy allows. The chooser places requests with keys. Requests
+without keys go to the least loaded pod."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ByLoad:
         self._room = room
 
     def pick(self, body: bytes, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
-        """Return the least loaded pod, and all pods, of the model that a JSON body names; if no model is known, of all
-        models.
+        """Return the least loaded pod, and all allowed pods, of the model that a JSON body names. If the body
+        names no model with a pod, return those of all models.
 
         Raises Forbidden and Unavailable.
         """
