@@ -236,8 +236,8 @@ class KeyMap:
         return points
 
     def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
-        """Move the line into a box of one stride from `size` and one block from `tokens`, if it misses the box. It then
-        goes through the middle."""
+        """Move the line into a box of one stride from `size` and one block from `tokens`, if the line misses the box.
+        The line then goes through the middle of the box."""
         at = bisect_left(points, (size, -1.0))
         if not 0 < at < len(points) or points[at][0] <= size + self._stride:
             return

@@ -213,7 +213,7 @@ class Stream:
         assert self.replay_address is not None
         self._answered_at_s = self._loop.time()
         self._wake.set()
-        # What cannot be sent is not answered, and the deadline handles that. It may be a socket that is lacking.
+        # A request that cannot be sent, perhaps for lack of a socket, gets no answer, and the deadline handles that.
         with contextlib.suppress(zmq.ZMQError):
             if self._dealer is None:
                 self._dealer = dealer = self._context.socket(zmq.DEALER)

@@ -30,7 +30,8 @@ class EngineAddress:
     ranks: int | None = None
     """Data-parallel ranks behind the URL, numbered from 0; None: not given."""
     name: str | None = field(default=None, compare=False)
-    """Its name in the place where it was found, such as its Kubernetes pod. No other engine has that pod id."""
+    """Its name in the place where it was found, such as its Kubernetes pod. No other engine may have this as its pod
+    id."""
     key: str = field(default="", compare=False)
     """Name of the gateway's key that this engine gets; empty: the common key."""
     born: str = field(default="", compare=False)

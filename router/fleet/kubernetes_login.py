@@ -52,7 +52,8 @@ async def login(
     environ: Mapping[str, str],
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Cluster:
-    """Return the credentials in the file `kubeconfig`, or the pod's own if None. `namespace` None: the one they name.
+    """Return the credentials in the file `kubeconfig`, or the pod's own if None. They name the namespace if `namespace`
+    is None.
 
     Raises ApiError. Runs in a thread, because it reads files and may start a program.
     """

@@ -257,9 +257,9 @@ class PodState:
     def counted(self, counts: Counts, since: Mark, *, capacity_tokens: int | None, now_s: float) -> None:
         """Take the pod's metrics, requested at `since`. They correct the others' share and nothing else.
 
-        Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
-        counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as many tokens to
-        prefill as those sent from here, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
+        This gateway's requests that were on the pod at any time since `since` are subtracted, so none that began or
+        ended meanwhile counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as
+        many tokens to prefill as this gateway's, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
         """
         self._tell()
         self._settle(now_s)

@@ -31,8 +31,8 @@ _COLUMNS = len(PodRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class WideTiers:
-    """The part of the prompt below the pods' pools: each pod's tokens, and the seconds to fetch them as the pod reports
-    them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
+    """The tokens of the prompt that each pod has in its slower tiers, below its pool, and the seconds to fetch them as
+    the pod reports them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
 
     host: Floats
     disk: Floats
@@ -156,7 +156,7 @@ class Speeds:
     context_s: float | Floats
     """A number if all pods count as the median pod; otherwise a number for each pod."""
     own_share: Floats
-    """For each pod, the seconds a token that it counts with / its own learnt seconds a token."""
+    """For each pod: the seconds per token that decisions use, divided by the pod's own learnt seconds per token."""
 
 
 class PodTable:
