@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 REST_S = 0.05
-"""Longest time between two messages of a gateway if the second has no Routed event. It applies when Routed events take
-all messages that a gateway may send."""
+"""Longest time between two messages of a gateway if the second has no Routed event. Such a message waits this long if
+Routed events use up the rate at which the gateway may send."""
 FEW_GATEWAYS = 10
 """With more gateways, `REST_S` grows with the square root of their number, as the period of engines' reports does with
 the number of engines."""

@@ -19,7 +19,7 @@ _FOLLOW = 0.05
 _LEAST_S = 0.5
 """A rate is taken from at least this many seconds of traffic."""
 LEAST_PART = 0.02
-"""A gateway owns no part of a pod that is smaller than this."""
+"""If a gateway's part of a pod is smaller than this, the pod is not one of its own."""
 EQUAL = 0.2
 """If no share differs from an even share by more than this part of it, all count as even: chance moves them so far. If
 the borders moved with each such change, two gateways would at times take the same pod for their own."""
@@ -153,7 +153,7 @@ class Gateways:
         total_s = math.fsum(works_s.values())
         if not own_s or own_s == total_s:
             return None
-        # What part the decayed sum is of the sum that this rate would have given if it had always been so.
+        # How far the decayed sum has come towards its final value, if traffic began at `_began_s` and keeps its rate.
         counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
         rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
         unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)

@@ -24,7 +24,7 @@ from router.routing.wide import Floats, Ints, WidePods, WidePolicy
 from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after, wide_uneven_s
 
 _TIE_SHARE = 0.6
-"""Scores that differ by less than this share of a prefill are equal, because no prediction of a queue is better. The
+"""Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The
 prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
 prefill would be seconds, far more than a prediction errs."""
 _UNSHARED_TIE_SHARE = 1.2
@@ -36,7 +36,7 @@ _FOLLOW = 0.02
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
 _WARM = 0.5
-"""Part of a prompt from which a pod that holds it counts as warm."""
+"""A pod that holds at least this part of a prompt counts as warm."""
 
 
 class Costs:
@@ -83,7 +83,7 @@ class _Speeds(NamedTuple):
 
 
 class PredictedTtft(WidePolicy):
-    """Scores each pod in seconds, with constants learnt for each pod; the options are shares of these.
+    """Scores each pod in seconds, with constants learnt for each pod. The options are relative to these constants.
 
     A single request loses less by waiting for a pod that holds its prefix than by computing another copy, though all
     later requests would profit from the copy. So what requests lose by waiting is booked as a debt to the prefix. Once
@@ -389,7 +389,7 @@ class PredictedTtft(WidePolicy):
                 own_s = prefill_s(cost, uncached, prompt)
                 is_further = uncached > least_tokens
                 least_s = prefill_s(cost, least_tokens, prompt) if is_further else own_s
-                # Requests that decode now end before a prefill that is much longer than usual.
+                # A prefill much longer than usual outlasts the requests that decode now, so they lose less than own_s.
                 stalled_s = own_s if own_s < usual_s else usual_s
                 least_stalled_s = least_s if least_s < usual_s else usual_s
                 shared_s = min(stalled_s, STEP_TOKENS * cost.token_s)

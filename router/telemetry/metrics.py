@@ -122,7 +122,7 @@ class Metrics:
         self._hindsight = Distribution(
             "warmroute_gateway_hindsight_seconds",
             "Seconds by which the first token would have come sooner (regret) or later (gain) on the best other "
-            "engine, from the prediction there, corrected by the prompt's true length",
+            "engine: its predicted time, corrected by the prompt's true length, against the real time",
             ("outcome",),
             TTFT_ERROR_BUCKETS_S,
         )
