@@ -181,8 +181,8 @@ class Notebook:
         self._lists_in_flight = True
 
     def mend(self, now_s: float) -> None:
-        """Prepare to make good what was lost: the caller writes all beliefs, and this tells again which pods were
-        emptied.
+        """Prepare to make good what was lost: the caller writes all beliefs, and this method tells again which pods
+        were emptied.
 
         Otherwise a gateway that did not hear that a pod was emptied would go on believing in its keys.
         """

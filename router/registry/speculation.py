@@ -58,8 +58,8 @@ class Speculation:
     Expiry follows the order of use: an entry expires no earlier than those used before it. Within one use the deepest
     key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
 
-    For a pod that publishes nothing, `take` says what each request takes of its cache. Then the longest unused keys go
-    as soon as what was used since fills the cache (`Room`).
+    For a pod that publishes nothing, `take` counts what each request takes of its cache. A key is then dropped as soon
+    as the tokens used after it fill the cache (`Room`).
     """
 
     __slots__ = ("_limit", "_newest_expiry_s", "_room", "_uses", "believed", "next_expiry_s")
