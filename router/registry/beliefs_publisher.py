@@ -80,7 +80,7 @@ class BeliefPublisher:
                 self._outage.end()
 
     async def close(self) -> None:
-        """Once `run` has ended, send the remaining events and say that this gateway stops. Takes LAST_WORD_S at most."""
+        """Once `run` has ended, send the remaining events and say that this gateway stops. At most LAST_WORD_S."""
         with suppress(*REDIS_ERRORS):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._wire.reset()
