@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def is_flowing(self) -> bool:
-        """Whether the stream is heard, and all that was published before was requested."""
+        """Whether the stream is heard, and earlier batches have been replayed as far as possible."""
         return self._is_connected and self._order.is_synced
 
     @property
@@ -193,7 +193,7 @@ class Stream:
             self._tell()
 
     def _read_sub(self) -> None:
-        self._read_monitor()  # a new connection counts before the batches that come through it
+        self._read_monitor()  # a new connection must be noted before the batches that come through it
         until_s = self._loop.time() + PIECE_S
         for _ in range(PIECE):
             if self._sub is None:

@@ -1,6 +1,6 @@
 """Ejects a pod that fails requests. After a while, tries it again with one request at a time.
 
-A broken engine answers 500 at once while its probe goes well. So it looks idle and fast, and would attract every
+A broken engine answers 500 at once while its probes succeed. So it looks idle and fast, and would attract every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
     IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED

@@ -69,8 +69,8 @@ async def login(
 async def _in_thread(read: Callable[[], Cluster]) -> Cluster:
     """Return `read()`, run in a separate thread that nobody waits for at the end.
 
-    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending. In time
-    it would also take all threads that resolve names.
+    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending. Several
+    such programs would occupy all threads that resolve host names.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Cluster] = loop.create_future()

@@ -160,7 +160,7 @@ class Quota:
         return None
 
     def _frees_s(self, kind: Literal["requests", "tokens"], missing: int) -> float:
-        """Return the seconds from the last answer until `missing` no longer counts."""
+        """Return the seconds from the last answer until at least `missing` of the past use has left the window."""
         for slot in self._slots:
             missing -= slot.requests if kind == "requests" else slot.tokens
             if missing <= 0:
