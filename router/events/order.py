@@ -60,7 +60,7 @@ class Order:
         self._is_void = False
         """Whether the rest of the replay is ignored."""
         self._stuck_at: int | None = None
-        """Number of the batch that the last replay was asked for and did not bring."""
+        """Number of the missing batch that was last asked for: if it is still missing, it is not asked for again."""
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
         self._has_dropped = False

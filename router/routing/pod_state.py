@@ -446,7 +446,7 @@ class PodState:
             self._free_at_s = now_s + (self._free_at_s - now_s) * ratio
 
     def _queued_s(self, uncached_tokens: int) -> float:
-        """Return the seconds to prefill so many queued tokens, at the mean cost of this gateway's waiting requests."""
+        """Return the seconds to prefill these queued tokens, at the mean cost of this gateway's waiting requests."""
         own_s = sum(request.work_s for request in self._pending.values())
         per_token_s = own_s / self._pending_tokens if self._pending_tokens else self.cost.token_s
         return uncached_tokens * per_token_s

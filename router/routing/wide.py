@@ -1,8 +1,8 @@
 """The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
 
-`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is 8
-ms a decision. Here a pod's row is rebuilt only if something happened to the pod. Numpy computes for all rows what
-drains with the clock.
+Calling `PodState.view` for each pod and looping over the views takes 8 ms a decision at a thousand pods. Here a pod's
+row is rebuilt only if something happened to the pod. What drains with the clock is computed by numpy for all rows at
+once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WidePods:
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """Note that the pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens,
-        wins."""
+        replaces the number of these pods."""
         if self.matched is None:
             self.matched = np.zeros(len(self.table))
         self.matched[rows] = tokens
