@@ -38,7 +38,7 @@ class PodBlocks:
         self._counts = counts
         self._copies: dict[Node, int] = {}
         self._inferred: set[Node] = set()
-        """Blocks held because a block behind them was stored; their own event was not received."""
+        """Blocks that the pod must hold, because a block behind them was stored. Their own event was not received."""
         self._full: dict[int, bool] = {}
         """Group of layers -> whether it has full attention and is followed."""
 
@@ -70,7 +70,7 @@ class PodBlocks:
         return nodes[-1]
 
     def remove(self, event: Removed) -> None:
-        """Enter an event. Unknown blocks are skipped, because they do not count."""
+        """Enter an event. Blocks that are not in the tree are skipped, because they were never counted."""
         if not self._full.get(event.group, True):
             return
         self._counts.removed += len(event.hashes)

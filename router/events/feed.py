@@ -188,8 +188,8 @@ class EventFeed:
         return pod is not None and pod.is_flowing and pod.has_sessions
 
     def accounts_for(self, pod_id: PodId) -> bool:
-        """Return whether only events may change what the index has of the pod. This is so if events say what
-        the pod holds, or if blocks were already entered from events: no event would bring back what the index lost."""
+        """Return whether only events may change what the index has of the pod. This is so if events say what the pod
+        holds, or if blocks were entered from events: if anything else removed a key, no event would bring it back."""
         pod = self._pods.get(pod_id)
         return pod is not None and (pod.blocks is not None or self.reports(pod_id))
 
@@ -229,7 +229,7 @@ class EventFeed:
         if prompt_tokens:
             request.tokens = float(prompt_tokens)
             request.is_told = True
-        elif request.tip is not None:  # the prompt's blocks are all here
+        elif request.tip is not None:  # all whole blocks of the prompt have been reported
             request.tokens = (request.prefilled + 0.5) * request.block_tokens
         if request.tip is not None and pod.space is not None:
             pod.space.map.place(request)

@@ -1,8 +1,8 @@
 """Finds the last whole block that each prefix key covers, without a tokenizer. Pure.
 
-A request has one key for each stride of its bytes, and blocks of a fixed number of tokens. How many bytes and tokens it
-has is known or estimated. Key i covers (i + 1) * stride bytes. Its place among the tokens is interpolated between
-points at which both numbers are known:
+A request has one key for each stride of its bytes, and blocks of a fixed number of tokens. Its numbers of bytes and
+tokens are known or estimated. Key i covers (i + 1) * stride bytes. How many tokens the key covers is interpolated
+between points at which both numbers are known:
 
     the beginning        0 bytes are 0 tokens
     the end              of this request, and of every other request that is a prefix of it
@@ -56,9 +56,9 @@ class Request:
         """Depth of the last block that was stored together with others, or that was the request's first. Blocks of
         generated tokens are stored one by one, so the prompt ends in the block after it."""
         self.fork: tuple[Request, int] | None = None
-        """Another request, and how many keys it shares with this one, until it is known how many blocks they share."""
+        """(Another request, how many keys it shares with this one), while the number of shared blocks is not known."""
         self.parted: tuple[int, int] | None = None
-        """How many keys and blocks it shares with another request, if both have more of each."""
+        """(Keys, blocks) that it shares with another request, if both requests have further keys and blocks."""
         self.is_compared = False
         """Whether another request to compare with has been looked for."""
 
@@ -98,12 +98,12 @@ class KeyMap:
         return len(self._entries)
 
     def node(self, key: PrefixKey) -> Node | None:
-        """Return the block with which a key is held; None if that is not known."""
+        """Return the block up to which a pod has to hold a prompt to hold the key; None if that is not known."""
         entry = self._entries.get(key)
         return None if entry is None else entry.node
 
     def unknown(self, keys: Sequence[PrefixKey]) -> bool:
-        """Return whether the last of the keys has no block: then some keys are beliefs."""
+        """Return whether the last of the keys has no block. If so, some keys are only believed to be held."""
         return bool(keys) and keys[-1] not in self._entries
 
     def forget(self, key: PrefixKey) -> None:
@@ -236,8 +236,8 @@ class KeyMap:
         return points
 
     def _bend(self, points: list[tuple[float, float]], size: float, tokens: float, block_tokens: int) -> None:
-        """Move the line into a box of one stride from `size` and one block from `tokens`, if it misses the box. It then
-        goes through the middle."""
+        """Move the line into a box of one stride from `size` and one block from `tokens`, if the line misses the box.
+        The line then goes through the middle of the box."""
         at = bisect_left(points, (size, -1.0))
         if not 0 < at < len(points) or points[at][0] <= size + self._stride:
             return

@@ -2,7 +2,7 @@
 
 An engine numbers its batches from 0 and keeps the last ones (vLLM: 10,000) to send again. A replay always begins with
 the last batch that was applied. If the same batch comes back, the engine is the same. Otherwise it has restarted, and
-nothing is known of it. So one question finds a lost tail, a gap and a restart alike.
+nothing is known of it. So one replay request detects lost last batches, a gap and a restart alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Order:
         self.next: int | None = None
         """Number of the next batch; None before the first."""
         self.is_synced = False
-        """Whether earlier batches have been requested, as far as possible."""
+        """Whether earlier batches have been replayed, as far as possible."""
         self.is_replaying = False
         self._last = 0
         """Digest of batch `next - 1`."""
@@ -60,7 +60,7 @@ class Order:
         self._is_void = False
         """Whether the rest of the replay is ignored."""
         self._stuck_at: int | None = None
-        """The number that a replay has just failed to bring."""
+        """Number of the missing batch that was last asked for: if it is still missing, it is not asked for again."""
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
         self._has_dropped = False

@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def is_flowing(self) -> bool:
-        """Whether the stream is heard, and all that was published before was requested."""
+        """Whether the stream is heard, and earlier batches have been replayed as far as possible."""
         return self._is_connected and self._order.is_synced
 
     @property
@@ -193,7 +193,7 @@ class Stream:
             self._tell()
 
     def _read_sub(self) -> None:
-        self._read_monitor()  # a new connection counts before the batches that come through it
+        self._read_monitor()  # a new connection must be noted before the batches that come through it
         until_s = self._loop.time() + PIECE_S
         for _ in range(PIECE):
             if self._sub is None:
@@ -213,7 +213,7 @@ class Stream:
         assert self.replay_address is not None
         self._answered_at_s = self._loop.time()
         self._wake.set()
-        # What cannot be sent is not answered, and the deadline handles that. It may be a socket that is lacking.
+        # A request that cannot be sent, perhaps for lack of a socket, gets no answer, and the deadline handles that.
         with contextlib.suppress(zmq.ZMQError):
             if self._dealer is None:
                 self._dealer = dealer = self._context.socket(zmq.DEALER)

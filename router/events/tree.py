@@ -64,7 +64,7 @@ class BlockTree:
         self._retired = 0
         """Bits of retired pods that are still set in some nodes."""
         self.live = 0
-        """Bits of pods that are there."""
+        """Bits of the pods that were not retired."""
 
     def path(self, parent: int | None, space: str, digests: Sequence[int], names: Sequence[int]) -> list[Node] | None:
         """Return the nodes of consecutive blocks, and make new ones as needed; None if their parent is not known."""

@@ -30,7 +30,8 @@ class EngineAddress:
     ranks: int | None = None
     """Data-parallel ranks behind the URL, numbered from 0; None: not given."""
     name: str | None = field(default=None, compare=False)
-    """Its name in the place where it was found, such as its Kubernetes pod. No other engine has that pod id."""
+    """Its name in the place where it was found, such as its Kubernetes pod. No other engine may have this as its pod
+    id."""
     key: str = field(default="", compare=False)
     """Name of the gateway's key that this engine gets; empty: the common key."""
     born: str = field(default="", compare=False)
@@ -46,15 +47,15 @@ class DiscoveryStatus:
     problem: str | None = None
     """The last failure, until it is over."""
     errors: int = 0
-    """Failed attempts to look, since the start."""
+    """Failed attempts to read the set, since the start."""
     relists: Mapping[str, int] = field(default_factory=dict)
-    """Complete looks, by reason: `start`, `periodic`, or a kind of trouble."""
+    """How often the complete set was read, by reason: `start`, `periodic`, or a kind of trouble."""
     is_pool_valid: bool | None = None
     """Whether the InferencePool exists and can be followed; None: no pool is followed."""
 
 
 class Discovery(Protocol):
-    """A source of engine addresses. It survives its own failures: while it cannot look, it yields nothing."""
+    """A source of engine addresses. It survives its own failures: while it cannot read the set, it yields nothing."""
 
     def watch(self) -> AsyncIterator[frozenset[EngineAddress]]:
         """Yield every address, first when the first complete list is known, then after each change.

@@ -73,8 +73,8 @@ class SystemResolver:
 class DnsDiscovery:
     """Every address of `name`, at `port`. It asks again when the answer's TTL is over, after `max_ttl_s` at the latest.
 
-    If an address goes to another engine between two looks, this class does not notice. Then only engines that report
-    an epoch can be told apart.
+    If an address goes to another engine between two lookups, this class does not notice. Then only an engine that
+    reports an epoch is recognized as another one.
     """
 
     def __init__(

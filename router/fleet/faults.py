@@ -1,6 +1,6 @@
 """Ejects a pod that fails requests. After a while, tries it again with one request at a time.
 
-A broken engine answers 500 at once while its probe goes well. So it looks idle and fast, and would attract every
+A broken engine answers 500 at once while its probes succeed. So it looks idle and fast, and would attract every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
     IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
@@ -18,11 +18,11 @@ from enum import Enum, auto
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
-"""Ejections that follow soon after one another double up to this. A trial costs at most one retry of one request, so it
+"""An ejection soon after another lasts twice as long, up to this. A trial costs at most one retry of one request, so it
 may come soon."""
 FIRST_LEAVE_S = 15.0
 """Seconds for which a pod that says that it leaves is out; then twice as long, up to LONGEST_EJECTION_S. A draining pod
-does not come back before it restarts, so the trial is only for a misunderstanding."""
+does not come back before it restarts, so the trial only serves in case the answer was misunderstood."""
 AT_WORK_S = 5.0
 """If a pod refuses requests within these seconds after an answer began, it counts as full, not as broken. If it leaves
 a probe unanswered within these seconds after an answer began or ended, it counts as busy, not as dead."""
@@ -56,7 +56,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Streak:
-    """Failures of one kind in a row. `count` counts different requests, one after the other.
+    """Failures of one kind in a row. `count` leaves out requests that were sent before the last counted failure.
 
     Requests under way when a failure is found belong to the same event: an engine fails all requests of a step, and a
     network fails all connections. If the same body fails again and no other does, the body may be at fault.

@@ -178,10 +178,10 @@ class ObjectApi(Generic[Object]):
 
 @contextlib.asynccontextmanager
 async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
-    """Leave the answer at the end of the block. If data still comes, the connection is cut off at once.
+    """Release the response at the end of the block. If its body has not ended by then, abort the connection.
 
-    Closing is not enough: over TLS it waits for an answer from the server. If the server is gone, that wait outlives
-    our loop.
+    Closing the connection is not enough: over TLS that waits for an answer from the server. If the server is gone, the
+    wait outlives our loop.
     """
     async with response:
         try:
@@ -193,8 +193,8 @@ async def _left(response: aiohttp.ClientResponse) -> AsyncIterator[None]:
 
 
 async def _chunks(response: aiohttp.ClientResponse, deadline: float) -> AsyncIterator[bytes]:
-    """Yield the body as it comes. The deadline guards each read. It does not run during the caller's own
-    work, because it would cancel that work."""
+    """Yield the body as it comes. The deadline guards each read. It is not armed during the caller's own work, because
+    it would cancel that work."""
     while True:
         try:
             async with asyncio.timeout_at(deadline):

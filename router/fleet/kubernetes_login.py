@@ -52,7 +52,8 @@ async def login(
     environ: Mapping[str, str],
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Cluster:
-    """Return the credentials in the file `kubeconfig`, or the pod's own if None. `namespace` None: the one they name.
+    """Return the credentials in the file `kubeconfig`, or the pod's own if None. They name the namespace if `namespace`
+    is None.
 
     Raises ApiError. Runs in a thread, because it reads files and may start a program.
     """
@@ -68,8 +69,8 @@ async def login(
 async def _in_thread(read: Callable[[], Cluster]) -> Cluster:
     """Return `read()`, run in a separate thread that nobody waits for at the end.
 
-    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending. In time
-    it would also take all threads that resolve names.
+    A program that a kubeconfig names may hang. In the loop's executor it would keep the process from ending. Several
+    such programs would occupy all threads that resolve host names.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Cluster] = loop.create_future()

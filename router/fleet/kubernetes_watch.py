@@ -1,6 +1,6 @@
 """Follows objects of the API server: a LIST, then WATCHes that continue from it, then a LIST again, for ever.
 
-A watch alone is not enough: a removal that is missed while the watch is down never comes again. So after any fault, and
+A watch alone is not enough: a removal that happens while the watch is down is never reported. So after any fault, and
 every few minutes without one, the whole list replaces what was known. While the API server is not available, what was
 known stays.
 """

@@ -85,7 +85,7 @@ class Pod:
         self.identity = identity
         self.rank = rank
         self.rank_field = b"" if rank is None else f"{headers.DATA_PARALLEL_RANK}: {rank}\r\n".encode()
-        """The header field of requests for it."""
+        """The header field that requests for this rank get; empty without a rank."""
         self.pod_id: PodId = identity.pod_id if rank is None else rank_id(identity.pod_id, rank)
         self.epoch = identity.epoch
         self.facts = facts_of(identity)
@@ -100,7 +100,7 @@ class Pod:
         """When it last published to the registry."""
         self.weight = weight
         self.tells_cached_tokens = False
-        """Whether an answer ever said how much was reused: such an engine leaves out a value of 0."""
+        """Whether an answer ever said how many tokens were reused. If such an engine leaves that out, it means 0."""
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"

@@ -27,13 +27,13 @@ class Roster:
         self._entries: dict[PodId, _Entry] = {}
         self._models: dict[PodId, str] = {}
         self._known: dict[str, list[PodId]] = {}
-        """Model -> pods, in order."""
+        """Model -> its pods, in order of pod id."""
         self._answering: dict[str, list[PodId]] = {}
-        """Model -> pods, in order."""
+        """Model -> its pods that answer, in order of pod id."""
         self._chosen: dict[str, tuple[Pod, ...]] = {}
-        """Model -> pods, made on request: at the start, many changes come at once."""
+        """Model -> the result of `pods`, made when it is asked for: at the start, many changes come at once."""
         self._cards: dict[str, ServedModel] | None = {}
-        """None: they must be made anew."""
+        """The result of `cards`; None: it must be made anew."""
 
     def pods(self, model: str) -> tuple[Pod, ...]:
         """Return the pods to choose among for the model, in order of pod id."""

@@ -47,7 +47,7 @@ _ABOUT: Mapping[EngineKind, tuple[str, ...]] = {
     "vllm": ("/version",),
     "sglang": ("/server_info", "/get_server_info"),
 }
-"""Where an engine gives its version, and SGLang also its ranks and capacity; the second is the earlier name."""
+"""Where an engine gives its version, and SGLang also its ranks and capacity. The second path is an earlier name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Reading:
         self.pace = Pace()
         self.read_at_s: float | None = None
         self.query: str | None = ""
-        """Requests a page with only the lines that change. Empty: not tried yet; None: the engine has no such page."""
+        """Query for a page with only the lines that change. Empty: not tried yet; None: the engine has no such page."""
         self.has_begun = asyncio.Event()
         """Set when the first request for a page has ended, with or without an answer."""
         self.has_told_ranks = False
@@ -121,7 +121,7 @@ class Scraper:
         self._places = asyncio.Semaphore(AT_ONCE)
         self._changed = asyncio.Event()
         self.knows_ranks = False
-        """Whether every engine that was there at the start was asked for its ranks, or the wait for it is over."""
+        """Whether every engine that was there at the start was asked for its ranks, or `FIRST_S` have passed."""
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         """Outcome -> how many readings."""
 

@@ -1,4 +1,4 @@
-"""Several discoveries as one. If one of them cannot look, the engines of the others stay in service."""
+"""Several discoveries as one. If one of them cannot read its set, the engines of the others stay in service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other gateways have told: which gateways run, what each has in flight, what goes into the index. Pure."""
+"""What other gateways' messages say: which gateways run, what each has in flight, what the index has to enter. Pure."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Heard:
     is_gap: bool = False
     """Messages before it are missing."""
     written: list[PodId] = field(default_factory=list)
-    """Pods whose beliefs are in Redis now ..."""
+    """Pods about which the sender has just written its beliefs to Redis."""
     recovered: list[PodId] = field(default_factory=list)
-    """... and those of them whose beliefs the sender could not tell completely ..."""
+    """Those of them about which the sender had lost events, so that this gateway has to load what was written."""
     answered: list[PodId] = field(default_factory=list)
-    """... or those that were written as an answer, with more than before."""
+    """Those of them that were written in answer to such a recovery, because the sender believed more about them."""
     is_wished: bool = False
     """Whether any gateway is asked to write what it believes."""
     is_missed: bool = False
@@ -106,17 +106,17 @@ class Others:
         *,
         is_past: bool = False,
     ) -> Heard:
-        """Take up a message, sent at `sent_at_s` of this process's clock, which may be a while ago.
+        """Process a message, sent at `sent_at_s` of this process's clock, which may be a while ago.
 
-        `fresh`: pods that were unknown here when the message was sent; for these, others have to say when they
-        restarted. `is_past`: the message was sent before this gateway listened, so a gap before it was covered by the
-        load.
+        `fresh`: pods that were unknown here when the message was sent. This gateway did not see these restart, so it
+        relies on what others say. `is_past`: the message was sent before this gateway listened. What is missing before
+        such a message does not matter, because the load has it.
         """
         sent_at_s = min(sent_at_s, now_s)
         heard = Heard()
         if message.life == self._own:
             heard.is_news = False
-            for event in message.events:  # what was loaded meanwhile may be older
+            for event in message.events:  # beliefs that were loaded meanwhile may be older than this event
                 if isinstance(event, Undone):
                     self._take(_NOBODY, event, sent_at_s - event.age_s, Heard(), fresh)
             return heard
@@ -149,11 +149,11 @@ class Others:
         fresh: Container[PodId],
         stale: Mapping[PodId, float],
     ) -> None:
-        """Take up a message again that was heard already.
+        """Process a message again that was heard already.
 
-        `fresh`: pods that were not known then. `stale`: pods whose beliefs were loaded again in an older state, and
-        when each was emptied. What was taken back since, also by this gateway, is taken back once more, unless it is
-        older than that time.
+        `fresh`: pods that were not known then. `stale`: pods whose beliefs were just loaded again, perhaps in an older
+        state, and when each pod was emptied. If a gateway, this one included, took back beliefs about a stale pod after
+        that time, they are taken back once more.
         """
         other = self._gateways.get(message.life)
         heard = Heard()

@@ -80,11 +80,12 @@ class Notebook:
         self.forgotten_s: dict[PodId, float] = {}
         """Pod -> when it was last forgotten; the reader removes old entries."""
         self._emptied_s: dict[PodId, float] = {}
-        """Pod -> when it was last emptied for sure; the lost events may have said so."""
+        """Pod -> when it was last emptied for certain. `mend` tells this again, because the event may have been
+        lost."""
         self._oldest_routed_s: float | None = None
         self.on_first: Callable[[], None] = _nothing
-        """Called at the first event after all others were taken, and at the first Routed event after all of its kind
-        were taken."""
+        """Called when an event is added while none was waiting to be taken, and when a Routed event is added while no
+        Routed event was waiting."""
 
     def __len__(self) -> int:
         return len(self._events)
@@ -96,13 +97,13 @@ class Notebook:
 
     @property
     def oldest_s(self) -> float | None:
-        """When the first event that is not taken came, or an earlier time."""
+        """When the oldest event that is not taken was added, or an earlier time."""
         return self._events[0][0] if self._events else None
 
     @property
     def oldest_routed_s(self) -> float | None:
-        """When the request of the first Routed event that is not taken went to its pod, or an earlier time; None: there
-        is no such event."""
+        """When the oldest Routed event that is not taken was added, or an earlier time; None: there is no such
+        event."""
         return self._oldest_routed_s
 
     def routed(
@@ -180,8 +181,8 @@ class Notebook:
         self._lists_in_flight = True
 
     def mend(self, now_s: float) -> None:
-        """Prepare to make good what was lost: the caller writes all beliefs, and this tells again which pods were
-        emptied.
+        """Prepare to make good what was lost: the caller writes all beliefs, and this method tells again which pods
+        were emptied.
 
         Otherwise a gateway that did not hear that a pod was emptied would go on believing in its keys.
         """

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 
 REST_S = 0.05
-"""Longest time between two messages of a gateway if the second has no Routed event. It applies when Routed events take
-all messages that a gateway may send."""
+"""Longest time between two messages of a gateway if the second has no Routed event. Such a message waits this long if
+Routed events use up the rate at which the gateway may send."""
 FEW_GATEWAYS = 10
-"""With more gateways, that time grows with the square root of their number, as the period of engines does with the
-number of engines."""
+"""With more gateways, `REST_S` grows with the square root of their number, as the period of engines' reports does with
+the number of engines."""
 ROUTED_S = 0.0025
 """Mean time between two messages with Routed events, over all gateways together: 400 a second. Each costs every gateway
-some 0.2 ms to read. With 200 a second, four gateways heard 9 ms late at 307 requests a second."""
+some 0.2 ms to read. With 200 a second, four gateways heard of requests 9 ms late at 307 requests a second."""
 BURST = 8
 """How many such messages of a gateway, and how many reads, may come in a burst, beyond the average. So most requests
 are told, and read, without delay."""
@@ -25,11 +25,11 @@ LINGER_S = 0.001
 """First tokens and ends come by the engine's step: the first event waits this long for the others of its step. A Routed
 event does not wait."""
 READ_S = 0.0025
-"""Mean time between two reads of a gateway, at least. Between two reads, messages gather, because a read costs as much
-as taking up several messages."""
+"""Least mean time between two reads of a gateway. Messages gather in between, because a read costs as much as the work
+on several messages."""
 FEW_READERS = 4
-"""With more gateways, that time grows with their number: together they read 1,600 times a second at most, some 3 % of a
-core of Redis."""
+"""With more gateways, `READ_S` grows with their number: together they read 1,600 times a second at most, which takes
+some 3 % of a core of Redis."""
 
 
 def rest_s(gateways: int) -> float:
@@ -50,7 +50,7 @@ class Pace:
         self._sent_at_s = -math.inf
         self._paid_until_s = -math.inf
         """A token bucket: the time up to which the messages sent so far are paid for, at `routed_s` each. Messages with
-        Routed events and early messages pay. Messages without Routed events leave half of the bucket to those with."""
+        Routed events and early messages pay. Messages without Routed events leave half of the bucket to the others."""
 
     def sent(self, now_s: float, gateways: int, *, tells_ways: bool) -> None:
         """Note that a message was sent. `tells_ways`: whether it had Routed events."""

@@ -65,8 +65,8 @@ class WritePlan:
         self.written(pod, now_s)
 
     def answer(self, pod: PodId, now_s: float) -> None:
-        """Plan an answer: this gateway believes more about the pod than was written by a gateway that had lost
-        events."""
+        """Plan an answer: a gateway that had lost events wrote what it believes about the pod, and this gateway
+        believes more."""
         self.changed(pod, now_s)
         self._entries[pod].is_answer = True
         self._entries[pod].due_s = now_s

@@ -28,7 +28,7 @@ EARLY_S = 0.001
 """What is due within this time is done now: timers and sums of times are rounded."""
 LONGEST_BACKOFF_S = 0.5
 LAST_WORD_S = 2.0
-"""Seconds to tell the rest, and to write what has changed, when the gateway stops."""
+"""Seconds to send the remaining events, and to write what has changed, when the gateway stops."""
 
 
 class BeliefPublisher:
@@ -80,7 +80,7 @@ class BeliefPublisher:
                 self._outage.end()
 
     async def close(self) -> None:
-        """Once `run` has ended, tell the rest, and that this gateway stops. Takes LAST_WORD_S at most."""
+        """Once `run` has ended, send the remaining events and say that this gateway stops. At most LAST_WORD_S."""
         with suppress(*REDIS_ERRORS):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._wire.reset()

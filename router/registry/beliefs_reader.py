@@ -1,8 +1,8 @@
 """Hears what the other gateways tell, and loads the beliefs about pods that are new here. No request waits for it.
 
-A load first fixes the tail's position, then reads the written beliefs, then takes up the messages of the last RETAIN_S
-before the tail. What comes later arrives through the tail. Taking up a message again for a pod changes nothing, because
-all messages after it are taken up again too.
+A load first notes the end of the stream, then reads the written beliefs, then processes the messages of the last
+RETAIN_S up to that end. Later messages are read from there on as usual. If a message is processed twice for a pod,
+nothing changes, because all messages after it are processed again too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SNAPSHOTS_AT_A_TIME = 8
 SILENCE_S = 10.0
 """If not even this gateway's own messages came for this long, the address may lead to another server by now."""
 WISH_S = 1.0
-"""Seconds between two wishes, and between a load that found nothing and the wish for it."""
+"""Seconds between two wishes, and between a load that found nothing and the wish that follows it."""
 MAX_BACKOFF_S = 0.5
 COMPLAINT_S = 60.0
 """The same complaint is logged this often."""
@@ -93,8 +93,8 @@ class BeliefReader:
         self._fresh: set[PodId] = set()
         """Pods for which nothing was looked up yet."""
         self._stale: dict[PodId, bool] = {}
-        """Pod about which others wrote what they could not tell -> whether this gateway should answer with what it
-        knows."""
+        """Pod about which another gateway wrote beliefs because it had lost events -> whether this gateway should
+        answer with what it knows."""
         self._unfound: set[PodId] = set()
         """Pods whose beliefs were not found, though there are other gateways."""
         self._told: set[PodId] = set()
@@ -288,7 +288,7 @@ class BeliefReader:
         for start in range(0, len(pods), SNAPSHOTS_AT_A_TIME):
             some = pods[start : start + SNAPSHOTS_AT_A_TIME]
             for pod, data in zip(some, await self._wire.get(some), strict=True):
-                await asyncio.sleep(0)  # requests go on between two pods
+                await asyncio.sleep(0)  # requests are served between two pods
                 if data is not None:
                     self._enter(pod, data, answers=stale.get(pod, False))
                 elif pod in fresh and pod in self._pods:

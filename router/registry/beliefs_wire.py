@@ -36,8 +36,8 @@ class BeliefWire(Protocol):
         """Return the seconds since 1970 by the clock that stamps the entries."""
 
     async def append(self, data: bytes, now_s: float) -> None:
-        """Append a message for all gateways. `now_s`: that clock's time as far as known. Entries older than RETAIN_S
-        may go."""
+        """Append a message for all gateways. `now_s`: the time by the clock of `time`, as far as known. Entries older
+        than RETAIN_S may be removed."""
 
     async def newest(self) -> bytes:
         """Return the id of the last entry."""
@@ -62,7 +62,8 @@ class BeliefWire(Protocol):
 
 
 class RedisClock:
-    """Redis's clock relative to this process's clock, which is `offset_s` ahead. Its users keep it in sync."""
+    """Converts between Redis's clock and this process's clock, which is `offset_s` ahead of Redis's. Its users call
+    `sync`."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0

@@ -129,9 +129,9 @@ class PrefixIndex:
     def match_sets(
         self, keys: Sequence[PrefixKey], now_s: float
     ) -> tuple[list[tuple[tuple[PodId, ...], int]], dict[PodId, Match]]:
-        """Return the same as `match`, but by sets. With each set comes the number of strides that all its pods hold.
-        Sets come fewest strides first, and each lies within the one before. Also return the matches of pods that hold a
-        part in a slower tier than the GPU. Sets that recur are the same object.
+        """Return what `match` returns, but by sets of pods, each with the number of strides that all its pods hold.
+        The sets are sorted by strides, fewest first, and each is a subset of the one before. Also return the matches of
+        pods that hold a part in a slower tier than the GPU. Sets that recur are the same object.
         """
         ends, host, disk = self._ends(keys, now_s)
         sets: list[tuple[tuple[PodId, ...], int]] = []
@@ -259,7 +259,7 @@ class PrefixIndex:
         left alone.
 
         If there are very many keys, only the first are entered, which are a prefix of the request.
-        Calls for one pod should give one ttl: a shorter one does not overtake a longer one given before.
+        Calls for one pod should give the same `ttl_s`, because an entry never expires before those used earlier.
         `taken`, for a pod that reports nothing: what the request takes of its cache, so that the longest unused keys
         are forgotten once the cache is full.
         """
@@ -297,7 +297,7 @@ class PrefixIndex:
         self._expected_rooms |= rooms
 
     def learnt_room(self, pod: PodId) -> tuple[float, int | None] | None:
-        """Return this gateway's estimate in the same form; None while nothing is known of the pod's cache."""
+        """Return this gateway's estimate as in `expect_rooms`; None while nothing is known of the pod's cache."""
         speculation = self._speculations.get(pod)
         return None if speculation is None else speculation.learnt_room
 
@@ -321,7 +321,7 @@ class PrefixIndex:
         """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.
 
         Keys that were last used earlier than the first missing key are forgotten too: an LRU cache evicted them before
-        it. The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again
+        that key. The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again
         afterwards.
         """
         if speculation := self._speculations.get(pod):
@@ -371,7 +371,7 @@ class PrefixIndex:
 
     @property
     def regret(self) -> float:
-        """Of the keys evicted by pods that report nothing, the share that was asked for and computed again, 0 to 1."""
+        """Share of evicted keys that were requested and computed again, 0 to 1. Only pods that report nothing count."""
         return self._regret.share
 
     def forget_until(self, pod: PodId, used_at_s: float) -> None:

@@ -1,7 +1,7 @@
 """What answers have taught a gateway: tokens per byte, speeds of pods, sizes of their caches. Pure.
 
-Gateways with one registry keep it there, so that a gateway that has just started predicts as well as one that has run
-for an hour. It is an estimate: a gateway that loads it goes on learning from there.
+Gateways that share a registry keep these estimates in it, so that a gateway that has just started predicts as well as
+one that has run for an hour. A gateway that loads them goes on learning from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps what a gateway has learnt in Redis, so that a gateway that starts begins with it.
+"""Stores in Redis what a gateway has learnt, so that a gateway that starts can begin with it.
 
 Redis has a hash with a field for each model. A gateway that has learnt something writes the field as a whole. The last
 writer counts, because all gateways see the same pods and each began with what the earlier ones knew. No gateway leads,
@@ -93,7 +93,7 @@ class LearntSync:
             await self._write()
 
     async def close(self) -> None:
-        """Write the rest. Takes DEADLINE_S at most."""
+        """Write what is not written yet. Takes DEADLINE_S at most."""
         await self._write()
         await self._redis.aclose()
 

@@ -120,7 +120,7 @@ class Places:
                 pipe: Any = self._redis.pipeline(transaction=False)
                 for name, place in batch:
                     if place is None:
-                        pipe.set(place_key(name), b"", ex=1)  # no place; needs no further permission
+                        pipe.set(place_key(name), b"", ex=1)  # means no place; DEL would need one more permission
                     else:
                         pipe.set(place_key(name), orjson.dumps(asdict(place)), ex=round(PLACE_TTL_S))
                 await pipe.execute()

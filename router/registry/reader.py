@@ -1,7 +1,7 @@
 """The gateway's side of the registry: snapshots, then the stream, into the index in memory. No request waits for it.
 
-A load first fixes the tail's position, then reads the pod's snapshot, then replays the stream between the two for that
-pod. What comes later arrives through the tail, so nothing is missed and nothing is applied twice.
+The tail is the id of the last stream entry that was read; it does not move during a load. A load reads the pod's
+snapshot, then replays the pod's entries after the snapshot up to the tail. So no entry is missed or applied twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOADS_AT_A_TIME = 512
 SNAPSHOTS_AT_A_TIME = 8
 """Snapshots in memory together: some MB each, 32 MiB at worst."""
 RETRY_S = 0.5
-"""Seconds until a pod's snapshot is looked for again; in a large fleet longer for pods that were never heard."""
+"""Seconds until a pod's snapshot is looked for again. In a large fleet, pods that were never heard wait longer."""
 EXPIRE_EVERY_S = 0.1
 MAX_BACKOFF_S = 0.5
 
@@ -177,8 +177,9 @@ class RegistryReader:
     # -- one connection ---------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Follow Redis until nothing has been heard for a lease. Then the address may lead to another server. And if
-        the stream was lost and Redis's clock is behind, new entries may get numbers from before the tail."""
+        """Follow Redis until nothing has been heard for a lease; the caller then connects anew. By then the address may
+        lead to another server. Or Redis lost the stream, its clock is behind, and new entries get ids below the
+        tail."""
         clock = asyncio.get_running_loop().time
         self._heard_at_s = clock()
         async with open_stream(self._redis_url) as redis:
@@ -270,7 +271,7 @@ class RegistryReader:
         feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
 
     def _decode(self, pod: PodId, data: bytes, fetch: bytes = b"") -> RegistryMessage | None:
-        """Return the message, or None if it is not to be believed. Raises UnknownVersion."""
+        """Return the message, or None if it is not valid. Raises UnknownVersion."""
         try:
             message = self._decoder.decode(data, fetch)
         except UnknownVersion:
@@ -310,7 +311,7 @@ class RegistryReader:
             if found and replay is None:
                 replay = await self._recent(redis, model, pods)
             for pod, data in found.items():
-                await asyncio.sleep(0)  # requests go on between two pods
+                await asyncio.sleep(0)  # requests are served between two pods
                 feed = self._feeds.get(pod)
                 if feed is not None and feed.model == model:
                     await self._enter(redis, pod, feed, data, (replay or {}).pop(pod, []))

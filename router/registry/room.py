@@ -13,8 +13,8 @@ from engine.contract.keys import PrefixKey
 STEP = 0.1
 """Part of the distance that the estimate moves towards the capacity that one answer shows."""
 LEAST_SHARE, MOST_SHARE = 1 / 16, 2.0
-"""Bounds of the corrected capacity, as shares of what the pod stated: others may use the pod, and share blocks
-unseen."""
+"""Bounds of the corrected capacity, as shares of what the pod stated. It may be smaller because others use the pod, and
+larger because requests share blocks that are not known here to be shared."""
 ENOUGH_SIGNS = 3
 """Refutations after which a pod that states no capacity gets one. The first may come from a cache that was emptied."""
 DEFAULT_BLOCK_TOKENS = 16

@@ -13,7 +13,7 @@ from engine.contract.keys import PrefixKey
 from router.registry.room import Room, Taken
 
 SETTLED_S = 5.0
-"""A use older than this is computed, or lost for good. A younger one may still be in the pod's queue."""
+"""The prompt of an older use is computed by now, or lost for good. A younger one may still be in the pod's queue."""
 _EXPIRY_GRID_S = 0.0625
 """Entries expire up to this late, many at a time, because finding the oldest entry of a dict is slow after removals
 at its front."""
@@ -58,8 +58,8 @@ class Speculation:
     Expiry follows the order of use: an entry expires no earlier than those used before it. Within one use the deepest
     key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
 
-    For a pod that publishes nothing, `take` says what each request takes of its cache. Then the longest unused keys go
-    as soon as what was used since fills the cache (`Room`).
+    For a pod that publishes nothing, `take` counts what each request takes of its cache. A key is then dropped as soon
+    as the tokens used after it fill the cache (`Room`).
     """
 
     __slots__ = ("_limit", "_newest_expiry_s", "_room", "_uses", "believed", "next_expiry_s")
@@ -82,7 +82,7 @@ class Speculation:
     ) -> tuple[Sequence[PrefixKey], Sequence[PrefixKey]]:
         """Enter `keys`, shortest prefix first, as just used. Return the new keys, and the keys dropped to make room.
 
-        An infinite `ttl_s` means until there is no room.
+        With an infinite `ttl_s` the keys stay until there is no room for them.
         """
         expires_at_s = _expiry_s(now_s + ttl_s)
         expires_at_s = self._newest_expiry_s = max(expires_at_s, self._newest_expiry_s)

@@ -76,7 +76,7 @@ class Adapters:
         return bool(self._most) and adapter not in self._loaded and len(self._running) < self._most
 
     def setup_s(self, adapter: str, load_s: float = LOAD_S) -> float:
-        """Return the seconds that a request waits for its adapter; 0 if nothing is known. `load_s`: to load one."""
+        """Return the seconds that a request waits for its adapter; 0 if nothing is known. `load_s`: time to load."""
         if not self._most or adapter in self._loaded:
             return 0.0
         is_full = len(self._running) >= self._most

@@ -21,16 +21,17 @@ from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
 
 _ELSEWHERE = 1e9
-"""Tokens; above any load."""
+"""A number of tokens above any load: added to a pod's score, it moves the pod behind all others."""
 _SLACK = 4
-"""Requests beyond the bound that do not yet count as an imbalance: this many come together by chance."""
+"""A pod may have this many requests more than the bound, because so many arrive at once by chance."""
 _EVEN = 1.08
 """A pod with more than this many times the mean requests of the last minutes gets no new prefix ..."""
 _EVEN_AT_HOME = 1.25
-"""... and with more than this, no request whose prefix it holds. New conversations even out what old ones bring."""
+"""... and with more than this, no request whose prefix it holds, either. Placing new conversations elsewhere usually
+evens out the load of the old ones."""
 _RECENT_HALF_LIFE_S = 60.0
 _FIRST_REQUESTS = 20
-"""There are no groups before this many requests: shares of fewer are chance."""
+"""There are no groups before this many requests: shares of fewer requests are chance."""
 _NEAR = 0.5
 """Pods that hold at least this share of a prompt are worth waiting for."""
 _FULL = 1.25
@@ -52,14 +53,15 @@ class AffinityGroups(WidePolicy):
     """Finds the request's deepest popular prefix that has a group, and chooses the least loaded pod of that group.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
-    prefix's share, and changes only when the share is `hysteresis` pods away. Pods are whole and shares are not, so
-    excess requests of a group go to other pods. Text that recurs below the popular keys (a conversation, a system
-    prompt that one pod can serve) stays on the pod that holds it while that pod is within `bound` times the mean load:
-    such text needs one pod, and the pod that already holds it serves best.
+    prefix's share, and changes only when the share is `hysteresis` pods away. A group has a whole number of pods, which
+    never fits its share exactly, so excess requests of a group go to other pods. Text that recurs behind the popular
+    keys (a conversation, a system prompt that one pod can serve) stays on the pod that holds it while that pod is
+    within `bound` times the mean load: such text needs one pod, and the pod that already holds it serves best.
 
-    Shares follow traffic late. So all pods take turns if more prompts in a row share one prefix than the size of its
-    group explains, and no pod holds more of the prompt than this prefix: even arrivals are then the only gain. Two
-    prompts in a row are enough if every pod that holds the prefix has more prefill queued than its cache would save.
+    Shares follow traffic late. If more prompts in a row share one prefix than the size of its group explains, and no
+    pod holds more of the prompt than this prefix, all pods take turns: nothing but even arrivals is then to be gained.
+    Two prompts in a row are enough if every pod that holds the prefix has more prefill queued than its cache would
+    save.
     """
 
     name = "affinity_groups"
@@ -173,8 +175,8 @@ class AffinityGroups(WidePolicy):
         """Whether all pods take turns.
 
         They do if all requests now share the prefix of `common` keys. They also do if the request is the second with
-        its prefix, and each pod that holds the prefix has more tokens to prefill before it than the cache would save.
-        `queued`: the least number of these tokens; 0 for any other request.
+        its prefix, and each pod that holds the prefix has more tokens queued for prefill than the cache would save.
+        `queued`: the fewest tokens queued on a pod that holds the prefix; 0 if the request is not such a second one.
 
         `group`: number of pods that the request's `depth` popular keys own. Popular keys that are less than half of
         the prompt own none.
@@ -204,8 +206,8 @@ class AffinityGroups(WidePolicy):
         return group, len(request.keys)
 
     def _recent_requests(self, pods: Sequence[PodView], now_s: float) -> list[float]:
-        """Return each pod's requests of the last minutes. A pod that has just joined or come back counts with the
-        others' number: otherwise it would get every new prefix until it had caught up."""
+        """Return each pod's number of requests in the last minutes. A pod that has just joined or come back counts with
+        the mean of the others: otherwise it would get every new prefix until it had caught up."""
         there = [pod for pod in pods if pod.pod_id in self._groups.pods]
         sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
         share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0

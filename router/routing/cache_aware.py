@@ -9,7 +9,7 @@ from router.routing.types import Decision, PodView, RequestInfo
 from router.routing.wide import WidePods, WidePolicy
 
 _ELSEWHERE = 1e9
-"""Tokens; above any load."""
+"""A number of tokens above any load: added to a pod's score, it moves the pod behind all others."""
 
 
 class CacheAware(WidePolicy):

@@ -1,4 +1,4 @@
-"""The ledger of what requests lost because a prefix lies on too few pods. It decides when to copy the prefix."""
+"""The ledger of what requests lost because too few pods hold a prefix. It decides when to copy the prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HALF_LIFE_S = 10.0
 """Half-life of a debt: old traffic does not justify a copy."""
 _ACCOUNTS = 4096
 _NEARBY_STRIDES = 4
-"""Strides within which matches count as one shared prefix: they are estimated in tokens, so they differ a little."""
+"""Matches that differ by less than this many strides count as one prefix: their lengths are estimates in tokens."""
 
 
 class Debts:

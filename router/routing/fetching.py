@@ -4,10 +4,10 @@ A pod fetches a part if that is faster than computing it, so a tier costs the le
 beginning of the prompt, host memory the part behind it, and the disk the part behind that. A later token needs more
 attention, so the slower the tier of a token, the dearer the token is to compute.
 
-Behind these parts come tokens that the pod can fetch from the folder that pods share. No pod publishes which keys lie
-there, because each pod would publish all of them, and the list would soon be wrong. A pod copies there what it holds,
-as far as that is worth it. So each pod with a shared tier can fetch what another such pod holds. Keys in the folder
-that no pod holds any more are equally near to all pods, so they do not affect the choice.
+Behind these parts come tokens that the pod can fetch from the folder that pods share. No pod publishes which keys the
+folder has, because each pod would publish all of them, and the list would soon be wrong. A pod copies what it holds to
+the folder if the copy is worth its cost. So each pod with a shared tier can fetch what another such pod holds. Keys in
+the folder that no pod holds any more are equally near to all pods, so they do not affect the choice.
 """
 
 from __future__ import annotations

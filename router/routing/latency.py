@@ -19,8 +19,9 @@ STEP_TOKENS = 2048
 of vLLM's `max_num_batched_tokens`. If steps are larger, decoding counts for too much beside very long prompts."""
 
 EVENNESS = 4.0
-"""Among equally warm pods, a pod with a request that has no first token yet gets a surcharge. It is this many times
-what is left of a step since the last request was sent there. Above 4 hardly anything changes (DECISIONS.md)."""
+"""Among equally warm pods, a pod with a request that has no first token yet gets a surcharge: this many times what
+would be left of a step that began when the pod was last sent a request. Above 4 hardly anything changes
+(DECISIONS.md)."""
 
 _UNIT_TOKENS = 1000
 

@@ -19,10 +19,10 @@ _FOLLOW = 0.05
 _LEAST_S = 0.5
 """A rate is taken from at least this many seconds of traffic."""
 LEAST_PART = 0.02
-"""A gateway owns no part of a pod that is smaller than this."""
+"""If a gateway's part of a pod is smaller than this, the pod is not one of its own."""
 EQUAL = 0.2
-"""If all shares are within this part of an even share, they count as even, because chance moves them. Two gateways
-choose the same pod at the same time if a tenth of it changes hands now and then."""
+"""If no share differs from an even share by more than this part of it, all count as even: chance moves them so far. If
+the borders moved with each such change, two gateways would at times take the same pod for their own."""
 _GATEWAYS = 256
 """Gateways that are counted at a time."""
 
@@ -52,8 +52,7 @@ class Parting(NamedTuple):
         return max(0.0, min(self.high * pods, row + 1.0) - max(self.low * pods, float(row)))
 
     def own_rows(self, pods: int) -> range:
-        """Return the places, of `pods`, of the pods that are this gateway's own by `LEAST_PART` or more: they lie side
-        by side."""
+        """Return which places, of `pods` in all, are this gateway's own by `LEAST_PART` or more. They are adjacent."""
         if self.own_pods(pods) < LEAST_PART:
             return range(0)
         first = max(0, math.ceil(self.low * pods + LEAST_PART) - 1)
@@ -66,10 +65,10 @@ class Parting(NamedTuple):
     def guest_ranks(self, rows: Sequence[int], ranks: Sequence[float], pods: int) -> list[float]:
         """Return the order in which this gateway, as a guest, takes others' pods; the lowest rank comes first.
 
-        `rows`: places, among `pods` pods, of equally good pods that are all others'. `ranks`: the order in which their
-        owners take them. Equal ranks of one owner stay equal. The owner's next pod may have an unseen request already,
-        so a guest takes the pod that its owner takes last. Each guest begins with the gateway after its own, so that
-        guests do not meet either.
+        `rows`: places, among `pods` pods, of equally good pods that all belong to other gateways. `ranks`: the order in
+        which their owners take them. Equal ranks of one owner stay equal. The owner's next pod may have an unseen
+        request already, so a guest takes the pod that its owner takes last. Each guest begins with the pods of the
+        gateway after itself, so that two guests do not choose the same pod either.
         """
         gateways = len(self.meets) + 1
         own = bisect_right(self.meets, (self.low + self.high) / 2)
@@ -110,9 +109,9 @@ class Gateways:
     was just sent a long prompt looks idle to all other gateways, and equal rules send all their next requests there.
     So each gateway allows for what others send in that time, on every pod except its own:
 
-        unseen = min(others' prefill, s per s * seconds until news comes, a usual prefill of theirs)
+        unseen_s = min(seconds of prefill that others send per second * seconds until news arrives, their usual prefill)
 
-    In most cases one unseen request is there. With a larger bound, gateways that hear each other late would keep to
+    In most cases at most one request is unseen. With a larger bound, gateways that hear each other late would keep to
     their own pods and leave the others' pods idle.
 
     Gateways in the order of their names divide the pods in the order of pod ids, so each pod is some gateway's own.
@@ -154,7 +153,7 @@ class Gateways:
         total_s = math.fsum(works_s.values())
         if not own_s or own_s == total_s:
             return None
-        # The decayed sum, as a part of what it would be if traffic had always come at this rate.
+        # How far the decayed sum has come towards its final value, if traffic began at `_began_s` and keeps its rate.
         counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
         rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
         unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)

@@ -257,9 +257,9 @@ class PodState:
     def counted(self, counts: Counts, since: Mark, *, capacity_tokens: int | None, now_s: float) -> None:
         """Take the pod's metrics, requested at `since`. They correct the others' share and nothing else.
 
-        Every request that was there at any time since then counts as known, so no request that began or ended meanwhile
-        counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as many tokens to
-        prefill as those sent from here, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
+        This gateway's requests that were on the pod at any time since `since` are subtracted, so none that began or
+        ended meanwhile counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as
+        many tokens to prefill as this gateway's, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
         """
         self._tell()
         self._settle(now_s)
@@ -446,7 +446,7 @@ class PodState:
             self._free_at_s = now_s + (self._free_at_s - now_s) * ratio
 
     def _queued_s(self, uncached_tokens: int) -> float:
-        """Return the seconds to prefill so many queued tokens, at the mean cost of this gateway's waiting requests."""
+        """Return the seconds to prefill these queued tokens, at the mean cost of this gateway's waiting requests."""
         own_s = sum(request.work_s for request in self._pending.values())
         per_token_s = own_s / self._pending_tokens if self._pending_tokens else self.cost.token_s
         return uncached_tokens * per_token_s

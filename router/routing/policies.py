@@ -26,9 +26,9 @@ class PolicyOptions:
     load_bound: float = 1.25
     """bounded_hash, affinity_groups: load a pod may have, relative to the mean; above 1."""
     match_share: float = 0.5
-    """cache_aware: share of the longest match from which a pod counts as holding the prefix, 0 to 1."""
+    """cache_aware: a pod holds the prefix if it has at least this share of the longest match, 0 to 1."""
     match_min_prompt_share: float = 0.3
-    """cache_aware: share of the prompt below which the longest match counts as none, 0 to 1."""
+    """cache_aware: if the longest match is below this share of the prompt, no pod holds the prefix, 0 to 1."""
     group_min_pods: float = 1.5
     """affinity_groups: load, in pods' worth, from which a prefix is popular: one pod is enough for less."""
     group_hysteresis_pods: float = 0.75

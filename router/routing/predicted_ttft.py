@@ -24,7 +24,7 @@ from router.routing.wide import Floats, Ints, WidePods, WidePolicy
 from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after, wide_uneven_s
 
 _TIE_SHARE = 0.6
-"""Scores that differ by less than this share of a prefill are equal, because no prediction of a queue is better. The
+"""Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The
 prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
 prefill would be seconds, far more than a prediction errs."""
 _UNSHARED_TIE_SHARE = 1.2
@@ -36,7 +36,7 @@ _FOLLOW = 0.02
 _RECENT_HALF_LIFE_S = 60.0
 """About the time in which an unused prefix leaves a busy cache."""
 _WARM = 0.5
-"""Part of a prompt from which a pod that holds it counts as warm."""
+"""A pod that holds at least this part of a prompt counts as warm."""
 
 
 class Costs:
@@ -53,12 +53,12 @@ class Costs:
         self.ttft_s: list[float] = []
         self.own_s: list[float] = []
         self.duplicate_s = [0.0] * pods
-        """Part of `own_s`, and of the decoding it delays, that a pod with the longest match would save."""
+        """Seconds that a pod with the longest match would save, of the prefill and of the decoding that it delays."""
         self.switch_s = [0.0] * pods
         self.credit_s = [0.0] * pods
-        """What is owed to the prefix, taken off the score of a pod that would be a further copy. A request with more
-        of its own to compute than usual gets only a part: it waits, and a later request makes the copy. Otherwise
-        the longest requests would make the copies, and the slowest first tokens would get slower still."""
+        """The debt to the prefix, taken off the score of a pod that would hold a further copy. A request with more
+        of its own to compute than usual gets only a part of it. Such a request waits for a pod that holds the prefix,
+        and a later one makes the copy. Otherwise the slowest first tokens would get slower still."""
         self.uneven_s = [0.0] * pods
         """Surcharge on a pod among equally warm ones, because it was sent a request less than a step ago: see
         `EVENNESS`. It is no part of the score."""
@@ -67,7 +67,7 @@ class Costs:
         prefill; `fetch_s`, fetching KV from the tiers, or an adapter; `overhead_s`; `externality_s`; `pressure_s`;
         `sharing_s`, what the prefill adds to the step that it shares with a waiting request; `stall_s`, how long the
         prefill delays decoding requests; `evict_s`, computing again what the pod evicts to make room; `others_s`, what
-        other gateways may have just sent there; and the numbers above."""
+        other gateways may have just sent to the pod; and `duplicate_s`, `switch_s` and `credit_s`, as above."""
 
 
 class _Speeds(NamedTuple):
@@ -83,7 +83,7 @@ class _Speeds(NamedTuple):
 
 
 class PredictedTtft(WidePolicy):
-    """Scores each pod in seconds, with constants learnt for each pod; the options are shares of these.
+    """Scores each pod in seconds, with constants learnt for each pod. The options are relative to these constants.
 
     A single request loses less by waiting for a pod that holds its prefix than by computing another copy, though all
     later requests would profit from the copy. So what requests lose by waiting is booked as a debt to the prefix. Once
@@ -186,18 +186,18 @@ class PredictedTtft(WidePolicy):
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Choose among the pods that are hardly worse than the best and have no shorter match.
 
-        Pods with the fewest requests that wait for a first token come first, and of these the idle ones, unless other
-        gateways send there, too. Of the rest, if they are warm, the pod whose last turn is longest ago is chosen: then
-        arrivals at each pod come evenly. Otherwise it is the pod with the least recent work, because a prompt computed
-        there attracts similar ones.
+        Only the pods with the fewest requests that wait for a first token are considered. If this is the only gateway
+        and some of these pods are idle, only the idle ones are. If the pods are warm, the one whose last turn is
+        longest ago is chosen: then arrivals at each pod come evenly. Otherwise it is the pod with the least recent
+        work, because a prompt computed on a pod attracts similar ones.
 
-        Warm pods are compared with `Costs.uneven_s` added, unless other gateways send there, too: this gateway does not
-        know when they last did. A warm pod may be worse than the best by the margin of a tie plus the uncertainty
-        about the running step's end, but by no more: turns do not outweigh a prefill that is known to be in the way.
+        Warm pods are compared with `Costs.uneven_s` added if this is the only gateway: it does not know when others
+        last sent a request. A warm pod may be worse than the best by the margin of a tie plus the uncertainty about
+        the running step's end, but by no more: turns do not outweigh a prefill that is known to be in the way.
 
-        If scores are explained, the parts show the outcome: `tied_uneven_s` was added, `tied` pods count as equal to
-        the best, `tied_waiting` requests wait there, `tied_idle` pods have none at all, and `tied_turn` is the place in
-        the order of turns, from 1.
+        If scores are explained, the parts of a pod show the outcome: `tied_uneven_s` was added, `tied` is 1 if the pod
+        counts as equal to the best, `tied_waiting` requests wait for a first token, `tied_idle` is 1 if it has no
+        requests at all, and `tied_turn` is its place in the order of turns, from 1.
         """
         scores, owns_s = costs.scores, costs.own_s
         best = lowest(request, pods, scores)
@@ -254,8 +254,8 @@ class PredictedTtft(WidePolicy):
     def _rank_own(parting: Parting, ranks: list[float], equals: Sequence[int], *, is_warm: bool) -> None:
         """Leave only this gateway's own pods of `equals`, if there are any, because other gateways avoid these.
 
-        A pod that is partly another gateway's is ranked by its part: it has its turn less often, or its recent work
-        counts for more. If all pods are others', the order is a guest's."""
+        If a pod belongs to this gateway only in part, it has its turn less often, or its recent work counts for more.
+        If all pods belong to others, the order is that of `Parting.guest_ranks`."""
         pods = len(ranks)
         own = parting.own_rows(pods)
         if not any(i in own for i in equals):
@@ -389,7 +389,7 @@ class PredictedTtft(WidePolicy):
                 own_s = prefill_s(cost, uncached, prompt)
                 is_further = uncached > least_tokens
                 least_s = prefill_s(cost, least_tokens, prompt) if is_further else own_s
-                # Requests that decode now end before a prefill that is much longer than usual.
+                # A prefill much longer than usual outlasts the requests that decode now, so they lose less than own_s.
                 stalled_s = own_s if own_s < usual_s else usual_s
                 least_stalled_s = least_s if least_s < usual_s else usual_s
                 shared_s = min(stalled_s, STEP_TOKENS * cost.token_s)
@@ -423,8 +423,8 @@ class PredictedTtft(WidePolicy):
             if pod.adapter_s:
                 fetch_s += pod.adapter_s
             if pod.kv_used:
-                # A pod without free blocks preempts: it does work of about this size twice, and the fuller it is, the
-                # likelier.
+                # A pod without free blocks preempts a request, and then does work of about this size twice. The
+                # fuller the pod is, the likelier this is.
                 pressure_s = weights.pressure_weight * cost.token_s * prompt * fullness(pod.kv_used)
             if is_further:
                 duplicate_s = costs.duplicate_s[i] = own_s - least_s + stall_s - stall * least_stalled_s

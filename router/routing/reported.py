@@ -44,7 +44,8 @@ class Reported:
         self.fetch: FetchCosts = NO_FETCH_COSTS
         """What fetching from the pod's tiers costs, by the last report that said so."""
         self.is_count = False
-        """Whether the last report was the engine's count of its requests. This gateway may learn of some only later."""
+        """Whether the last report was the engine's count of its requests. This gateway may hear later of requests that
+        others sent before."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
@@ -57,7 +58,7 @@ class Reported:
     def note(self, load: LoadReport, now_s: float) -> None:
         """Take a report. The caller sets which part of it other gateways sent."""
         self.load, self.at_s = load, now_s
-        if load.fetch is not NO_FETCH_COSTS and load.fetch != NO_FETCH_COSTS:  # snapshots do not tell them
+        if load.fetch is not NO_FETCH_COSTS and load.fetch != NO_FETCH_COSTS:  # snapshots lack these costs
             self.fetch = load.fetch
         self.is_count = False
         is_used = load.blocks_free < load.blocks_total

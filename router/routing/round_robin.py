@@ -11,7 +11,7 @@ from router.routing.wide import WidePods, WidePolicy
 
 
 class RoundRobin(WidePolicy):
-    """Chooses the pod whose id follows the last chosen one. If the set of pods changes, the place is kept."""
+    """Chooses the pod whose id follows the last chosen one, which need not be among the pods any more."""
 
     name = "round_robin"
 

@@ -6,7 +6,7 @@ from engine.contract.keys import PrefixKey
 from router.routing.types import RequestInfo
 
 MANY = 3
-"""Requests in a row, the last one counted, below which a run says nothing."""
+"""A run of fewer requests, the last one included, says nothing."""
 _CHANCE = 0.01
 """Probability below which a run is not chance."""
 _MOST = 0.5

@@ -47,7 +47,7 @@ class Popularity:
 class TrafficShares:
     """Weight of recent requests by prefix key; a weight halves every `half_life_s`.
 
-    Only the first `depth_strides` keys of a request count. The heaviest keys are kept: `limit` to twice `limit`.
+    Only the first `depth_strides` keys of a request count. Beyond twice `limit` keys, only the `limit` heaviest stay.
     """
 
     def __init__(self, *, half_life_s: float, limit: int, depth_strides: int) -> None:

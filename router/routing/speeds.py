@@ -23,14 +23,16 @@ from router.routing.types import PodId
 
 _FASTEST_TOKEN_S = 1e-7
 _SIZE_ANSWERS = 50
-"""About this many answers of each size count: cached prompts must not wipe out what is known of long prompts."""
+"""For each size of prompt, about the last 50 answers count. With one count for all sizes, many short (cached) prompts
+would wipe out what is known of long ones."""
 _LEVEL_ANSWERS = 20
-"""About this many answers count in the level, and two more for each pod: the level follows a machine they share."""
+"""The level is a mean of about this many answers, plus two for each pod: it follows the load of a shared machine."""
 _PRIOR_WEIGHT = 0.01
 _PRIOR_TOKENS = 2000.0
 """The prior counts as two requests: one of no tokens, one of this many."""
 _OUTLIER = math.log(10.0)
-"""Times are cut off at this multiple of the expected one: one stall must not spoil the fit; a slow pod still shows."""
+"""A time above ten times the expected one counts as ten times: one stall must not spoil the fit, but a slow pod must
+still show. In the same way, the least that counts is a tenth."""
 _TOLD_AGAIN = math.log(1.05)
 """Pods are told the pool's constants when these have moved by this much."""
 _TOLD_PART = math.exp(_TOLD_AGAIN) - 1
@@ -88,7 +90,7 @@ class _Size:
         self.terms = _terms(answers, tokens, math.exp(seconds))
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add one answer; `seconds`: the logarithm."""
+        """Add one answer; `seconds`: the logarithm of its seconds."""
         answers = self.answers = min(self.answers + 1, _SIZE_ANSWERS)
         self.tokens += (tokens - self.tokens) / answers
         self.seconds += (seconds - self.seconds) / answers
@@ -109,15 +111,15 @@ class Member(Protocol):
 
 
 class SpeedPool:
-    """The learnt speed of pods that are alike: same model, same kind of engine."""
+    """The learnt speed of pods that are alike: they serve the same model on the same kind of engine."""
 
     def __init__(self, engine: str = "unknown") -> None:
         """`engine`: the kind of engine of the pods."""
         self.engine = engine
         self.adapter_loads = AdapterLoads()
         self.cost = PRIOR
-        """The pool's constants, without `base_s`. From outside, a fixed time of each step looks like a fixed time of
-        each request, and the latter does not make a queue longer."""
+        """The pool's constants, with a `base_s` of 0. Answers do not show whether a fixed time belongs to each step or
+        to each request. It counts for each request (`overhead_s`), where it does not make a queue longer."""
         self.overhead_s = 0.0
         """Fixed seconds of each request: its share of steps, and the engine's work before and after."""
         self.observations = 0

@@ -1,8 +1,8 @@
 """The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
 
-`PodState.view` takes a microsecond or two for each pod, and a policy's loop as much again: at a thousand pods that is 8
-ms a decision. Here a pod's row is rebuilt only if something happened to the pod. Numpy computes for all rows what
-drains with the clock.
+Calling `PodState.view` for each pod and looping over the views takes 8 ms a decision at a thousand pods. Here a pod's
+row is rebuilt only if something happened to the pod. What drains with the clock is computed by numpy for all rows at
+once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _COLUMNS = len(PodRow._fields)
 
 @dataclass(frozen=True, slots=True)
 class WideTiers:
-    """The part of the prompt below the pods' pools: each pod's tokens, and the seconds to fetch them as the pod reports
-    them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
+    """The tokens of the prompt that each pod has in its slower tiers, below its pool, and the seconds to fetch them as
+    the pod reports them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
 
     host: Floats
     disk: Floats
@@ -64,7 +64,7 @@ class WidePods:
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """Note that the pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens,
-        wins."""
+        replaces the number of these pods."""
         if self.matched is None:
             self.matched = np.zeros(len(self.table))
         self.matched[rows] = tokens
@@ -156,7 +156,7 @@ class Speeds:
     context_s: float | Floats
     """A number if all pods count as the median pod; otherwise a number for each pod."""
     own_share: Floats
-    """For each pod, the seconds a token that it counts with / its own learnt seconds a token."""
+    """For each pod: the seconds per token that decisions use, divided by the pod's own learnt seconds per token."""
 
 
 class PodTable:

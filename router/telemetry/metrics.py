@@ -122,7 +122,7 @@ class Metrics:
         self._hindsight = Distribution(
             "warmroute_gateway_hindsight_seconds",
             "Seconds by which the first token would have come sooner (regret) or later (gain) on the best other "
-            "engine, from the prediction there, corrected by the prompt's true length",
+            "engine: its predicted time, corrected by the prompt's true length, against the real time",
             ("outcome",),
             TTFT_ERROR_BUCKETS_S,
         )
@@ -158,9 +158,9 @@ class Metrics:
         )
         self._queue_refused = Tally(
             "warmroute_gateway_queue_refused",
-            "Requests that were refused because they would have waited too long (late; slo: for the time that their "
-            "client gave), had no place in the queue (full), lost it to a more urgent one (shed), found no engine in "
-            "time (asleep), or waited when the gateway stopped (stopping)",
+            "Requests that were refused because they would have waited too long (late) or longer than their client "
+            "allows (slo), had no place in the queue (full), lost their place to a more urgent request (shed), found "
+            "no engine in time (asleep), or were waiting when the gateway stopped (stopping)",
             ("reason",),
         )
         self._unserved = Tally(
@@ -193,8 +193,8 @@ class Metrics:
         self._hedges = Tally(
             "warmroute_gateway_hedges",
             "Requests whose first engine was silent for so long that a second one was due, by the second one's outcome "
-            "(won: its answer was passed on, lost: the first engine's was, or none was; refused: it was not asked, as "
-            "no other engine had room or 2 % of requests had a second one)",
+            "(won: its answer was passed on, lost: the first engine's was, or none was; refused: it was not asked, "
+            "because no other engine had room, or 2 % of requests had a second engine already)",
             ("outcome",),
         )
         self._hedges.counts |= {(outcome,): 0 for outcome in ("won", "lost", "refused")}
@@ -271,7 +271,7 @@ class Metrics:
         )
         self._metrics_pauses = Gauge(
             "warmroute_gateway_engine_metrics_pause_seconds",
-            "Seconds between two readings of an engine's own metrics: more if they take its time, or fail",
+            "Seconds between two readings of an engine's own metrics: more if they slow the engine down, or fail",
             ("engine",),
             registry=registry,
         )

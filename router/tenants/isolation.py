@@ -1,7 +1,7 @@
 """Keeps tenants' caches apart: each tenant has a salt, with which prefix keys and engines' block hashes begin.
 
-    tenant key = HMAC-SHA256(cluster secret, name of the tenant; nothing for all that are not isolated)
-    salt       = HMAC-SHA256(tenant key, the request's own `cache_salt`, or nothing), as 64 hexadecimal digits
+    tenant key = HMAC-SHA256(cluster secret, the tenant's name, or "" for every tenant that is not isolated)
+    salt       = HMAC-SHA256(tenant key, the request's own `cache_salt`, or ""), as 64 hexadecimal digits
 
 HMAC: RFC 2104. Nobody without the secret can find a salt. No salt of a client reaches an engine unchanged, so knowing
 another tenant's salt is of no use. Within a tenant `cache_salt` keeps its meaning: another value means another cache.

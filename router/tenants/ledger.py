@@ -3,8 +3,8 @@
 A gateway takes a piece of a tenant's limit in advance, spends it by itself, and reports every PERIOD_S. So a request
 costs a comparison, and no request waits for Redis, except a tenant's first after a pause.
 
-Use is counted in SLOTS slots of a second and the one that has begun: a sliding window that is never too short. What
-gateways hold counts as used while they run; a gateway that has not reported for HOLD_S no longer holds anything.
+Use is counted by the second: the window is the last SLOTS whole seconds and the one that has begun, so it is never too
+short. What a gateway holds counts as used. After HOLD_S without a report, a gateway no longer holds anything.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ASK_S = 1.0
 RETRY_S = 1.0
 """Seconds between two checks whether a shared ledger that failed answers again."""
 MAX_ROUNDS = 4
-"""Most answers that one request waits for: other requests may take what was granted for it."""
+"""Most answers of the ledger that one request waits for: other requests may take what was granted for it."""
 BATCH = 100
 """Tenants in one call, so that it takes about a millisecond of Redis's time."""
 
@@ -138,7 +138,7 @@ class Limiter:
         raise self._refuse(quota, "requests" if quota.requests.left < 1 else "tokens", PERIOD_S, tokens)
 
     def _ask(self, quota: Quota) -> asyncio.Task[None]:
-        """Return the next answer. An answer under way does not include this request, so it is awaited first."""
+        """Return a task to wait for: the report under way, though it does not include this request, or a new one."""
         return self._asking.get(quota.tenant) or self._begin([quota])
 
     def _begin(self, quotas: Sequence[Quota]) -> asyncio.Task[None]:

@@ -17,7 +17,7 @@ MAX_AHEAD_SHARE = 0.05
 """Largest share of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
 PACE_WEIGHT = 0.5
 SPARE_AT_ONCE = 0.1
-"""Requests at once that are held beyond the most in the last period, as a share of that number."""
+"""A gateway holds room for as many requests at once as its most in the last period, and for this share more."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Quota:
     def refusal(self, tokens: int, now_s: float) -> tuple[Reason, float] | None:
         """Return why a request cannot begin, and the seconds until it may; None: the ledger may be asked for more.
 
-        One period after an answer that granted too little, there may be more again.
+        The ledger may be asked again one period after an answer that granted too little.
         """
         if self.limits.tokens_per_minute is not None and tokens > self.limits.tokens_per_minute:
             return "tokens", math.inf
@@ -160,7 +160,7 @@ class Quota:
         return None
 
     def _frees_s(self, kind: Literal["requests", "tokens"], missing: int) -> float:
-        """Return the seconds from the last answer until `missing` no longer counts."""
+        """Return the seconds from the last answer until at least `missing` of the past use has left the window."""
         for slot in self._slots:
             missing -= slot.requests if kind == "requests" else slot.tokens
             if missing <= 0:

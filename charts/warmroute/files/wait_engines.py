@@ -1,6 +1,6 @@
-"""Wait until a gateway has its engines, and every gateway its port for operators: URL ENGINES SECONDS ADMIN_URL.
+"""Wait until a gateway has its engines, and each gateway answers at its admin port: URL ENGINES SECONDS ADMIN_URL.
 
-While that port is being switched on, gateways without it are found until they are replaced.
+While a rollout switches that port on, the name in ADMIN_URL also leads to old gateways without the port.
 """
 
 import json
