@@ -148,7 +148,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
 
 def _write(pool: Tensor) -> None:
     """Fill the pool with zeros and wait until they are written: a card's backend has its own stream, which does not
-    wait for this one."""
+    wait for the stream of this write."""
     pool.zero_()
     if pool.is_cuda:
         import torch

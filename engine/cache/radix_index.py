@@ -192,7 +192,8 @@ class RadixIndex:
         return path
 
     def _holder(self, node: RadixNode, i: int) -> int:
-        """Return a block that holds the chain's rows within block i. Every chain through the edge has one."""
+        """Return a block that holds this edge's rows of the chain's block i. Every chain through the edge has such a
+        block; return any of them."""
         while i - node.start // self._size >= len(node.blocks):
             assert node.children is not None
             node = next(iter(node.children.values()))

@@ -145,7 +145,7 @@ class Tiers:
 
     def go_on(self) -> None:
         """Begin what may begin, and process copies that have ended. Call this while a step runs, or while nothing
-        runs. What goes down is bounded by the allowance; the rest goes with the next step."""
+        runs. The allowance bounds the copies downwards; those beyond it begin with the next step."""
         self._take_in_all()
         self._go_down()
 
@@ -349,7 +349,7 @@ class Tiers:
             return
         stop = (prefill.prompt_tokens - 1) // self._pool.block_size
         held = self._held(sequence, prefill.prompt_tokens - 1, hits)
-        if len(held) < len(self._links):  # the way up is not known
+        if len(held) < len(self._links):  # a link is not measured yet, or a spoilt block is in the way
             return
         known = hits + sum(part.blocks for part in held)
         if known < stop:

@@ -1,6 +1,6 @@
 """Chooses tokens on the device as `engine.backend.sampler` does, without waiting for the device.
 
-The host lays out each row's sampling parameters, which go over with the step's one copy. Draws need no random numbers
+The host lays out each row's sampling parameters, and the step's one copy takes them along. Draws need no random numbers
 from the device: a row's uniform is hashed on the host from its seed and index. The host knows all parameters, so no
 size depends on a value on the device.
 

@@ -47,8 +47,9 @@ def part_count(tokens: int) -> int:
 def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -> Launch:
     """Return the settings for heads of `dim`, `group` of which share a KV head; fixed, like `prefill.launch_for`.
 
-    All the work is reading keys, so the bytes in flight matter, not the width of the products. They must cover the
-    memory's latency (some 40 KiB per multiprocessor of an H200) with two programs on it, as for a single sequence.
+    All the work is reading keys, so the bytes in flight matter, not the width of the products. To hide the memory's
+    latency, a multiprocessor of an H200 needs some 40 KiB in flight, even if only two programs run on it, as for a
+    single sequence.
     """
     rows = max(DOT_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:
