@@ -186,7 +186,7 @@ class GreedyDual:
         self._parents = parents
         self._depths = depths
         self.depth_cost = depth_cost
-        """What each block before it adds to a block's cost, as a fraction of the cost of a chain's first block."""
+        """What each earlier block of the chain adds to a block's cost, as a fraction of the first block's cost."""
         self._children = array("i", bytes(4 * total))
         """By block: its number of idle children. All indexed children of an idle block are idle."""
         self._worth = array("q", [_NOT_IDLE]) * total

@@ -25,7 +25,7 @@ answer. The tokens of the beginning count in `max_tokens`, and as completion tok
 MAX_LISTED = 16_384
 """Most messages, or prompts, of one request: more than any real request has, and few enough not to block others."""
 LARGE_BODY_BYTES = 2**18
-"""Parsing a larger body makes up to millions of values, which the garbage collector would walk again and again."""
+"""A larger body is parsed without the garbage collector, which would walk its up to millions of values repeatedly."""
 
 
 class Endpoint(StrEnum):

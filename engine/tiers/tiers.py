@@ -99,7 +99,7 @@ class Tiers:
         self._copying: dict[Leaving, None] = {}
         """Sequences on their way down that wait for a copy to end. There may be hundreds, so no step walks them."""
         self._decided: set[int] = set()
-        """Requests for which it was decided whether to fetch; they are not decided again."""
+        """Requests for which it was decided whether to fetch. The decision is made only once."""
         self._asked: set[int] = set()
         """Requests that are counted in `TierStats.query_tokens` but have not started."""
         self.stats = TierStats()
@@ -469,7 +469,7 @@ class Tiers:
             leaving.link.lower.release(leaving.part)
 
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy the worthwhile blocks of a held sequence one tier down. Then release it; its copy goes on from there."""
+        """Copy the worthwhile blocks of a held sequence one tier down, then release it. Then do the same with the copy."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)

@@ -153,7 +153,8 @@ def _parting(
     MAX_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Return the first token seen, where the first part begins, and the length of a part in tokens, in whole tiles."""
+    """Return the first token that the row sees, at which the first part begins, and the length of a part in tokens, a
+    multiple of TILE."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
@@ -189,7 +190,7 @@ def _attend_parts(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # Heads are neighbours in the grid as in a slot, so that together they read whole rows of memory.
+    # The heads of a slot are neighbours in the grid, too, so that together they read whole rows of memory.
     head = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.program_id(2)
