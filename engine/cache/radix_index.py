@@ -204,7 +204,7 @@ class RadixIndex:
     ) -> None:
         """Put the sequence's tokens start .. end - 1 after the first `start` tokens of the edge's chain.
 
-        `blocks`: the blocks that end there; the last one may be partly filled.
+        `blocks`: the blocks that end among these tokens; the last one may be partly filled.
         """
         if node is None:
             node = self.roots[sequence.salt] = RadixNode(None, 0, bytearray(), _NO_BLOCKS[:])

@@ -125,7 +125,7 @@ class Tiers:
         )
 
     def check_in_s(self) -> float:
-        """Return the seconds until copies must be polled again if none reports its end; infinite without copies."""
+        """Return the seconds until a copy must be polled or a fetch or look-up is late; infinite if there is none."""
         late_at_s = min((fetch.late_at_s() for fetch in self._fetches.values()), default=math.inf)
         if self._search is not None:
             late_at_s = min([late_at_s, *self._search.late_at_s()])
@@ -469,7 +469,7 @@ class Tiers:
             leaving.link.lower.release(leaving.part)
 
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy the worthwhile blocks of a held sequence one tier down, then release it. Then do the same with the copy."""
+        """Copy the worthwhile blocks of a held sequence one tier down, then release it. Do the same with the copy."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)
