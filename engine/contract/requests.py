@@ -25,7 +25,7 @@ answer. The tokens of the beginning count in `max_tokens`, and as completion tok
 MAX_LISTED = 16_384
 """Most messages, or prompts, of one request: more than any real request has, and few enough not to block others."""
 LARGE_BODY_BYTES = 2**18
-"""A larger body is parsed without the garbage collector, which would walk its up to millions of values repeatedly."""
+"""A larger body is parsed with the garbage collector off, which would walk its values, up to millions, repeatedly."""
 
 
 class Endpoint(StrEnum):

@@ -131,9 +131,9 @@ class Fetch:
         return continued_s > device_s + rest_s + LATE_S
 
     def late_at_s(self) -> float:
-        """Return the time, on the clock of `started_s`, when waiting plus computing the rest has cost too much.
+        """Return the time, on the clock of `started_s`, from which on waiting and computing the rest takes too long.
 
-        Too much is measured against computing everything. The wait for earlier copies was known and does not count.
+        The measure is the time for computing everything. The wait for earlier copies was known and does not count.
         """
         all_s, rest_s = compute_s(self.prefill, self.prefill.cached_tokens), compute_s(self.prefill, self.landed_tokens)
         slack_s = max(LATE_S, LATE_SHARE * all_s)

@@ -60,7 +60,7 @@ class Tiling:
 
     @property
     def slots(self) -> int:
-        """Number of parts for whose sums the scratch has room, for all KV heads."""
+        """Number of parts whose sums, for all KV heads, fit the scratch."""
         return max(MAX_PARTS, SCRATCH_PROGRAMS // self.kv_heads)
 
     def tiles_of(self, tokens: int) -> int:

@@ -23,8 +23,8 @@ and SGLang use."""
 LEAST_KEPT_S = 1.0
 """Least time that the pool learns: a connection that ends sooner was ended for another reason."""
 MARGIN_S = 0.5
-"""Time before the server may close a connection in which the pool no longer uses it: a request that is sent while the
-server closes is lost."""
+"""The pool stops using a connection this long before the server may close it: a request that is sent while the server
+closes is lost."""
 FRESH_S = 30.0
 """Time that an unused connection is kept: servers wait longer for a first request than for a second."""
 TIDY_EVERY_S = 0.25

@@ -190,7 +190,7 @@ def _attend_parts(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # The heads of a slot are neighbours in the grid, too, so that together they read whole rows of memory.
+    # The heads of a slot are neighbours in the grid, too, so that their programs together read whole rows of memory.
     head = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.program_id(2)
