@@ -124,7 +124,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     _say(f"loading {settings.model} on {settings.device}")
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
-        # Only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
+        # So only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
         _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(

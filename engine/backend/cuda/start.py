@@ -180,7 +180,8 @@ class Starter:
         return Want("CUDA graphs", size, f"lower --max-running ({settings.max_running}), or --no-cuda-graphs")
 
     def _bounds(self, blocks: int | None = None) -> tuple[int, int, int, int]:
-        """Return tokens and sequences of a step, tokens of a sequence (in a pool of `blocks`), tokens of a block."""
+        """Return the most tokens and sequences of a step, the most tokens of a sequence (in a pool of `blocks`), and
+        the tokens of a block."""
         settings, longest = self.settings, self._max_tokens()
         longest = longest if blocks is None else min(longest, blocks * settings.block_size)
         return settings.max_step_tokens, settings.max_running, longest, settings.block_size
