@@ -53,7 +53,8 @@ pod's key has it."""
 
 
 def named_caches_key(tenant: str) -> str:
-    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows the name; no pod's key has it."""
+    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows this name, and no pod's key has
+    it."""
     return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
 
 
