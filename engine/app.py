@@ -65,7 +65,7 @@ CPU_KV_BYTES = 2**30
 _LOADING = "load"
 """Name of the thread that loads the model."""
 CLOSE_S = 1.0
-"""Seconds that connections get to close after the drain, and the backend after a forced end."""
+"""Seconds to close the connections after the drain, and to close the backend after a forced end."""
 
 
 @dataclass(frozen=True, slots=True)

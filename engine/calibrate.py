@@ -124,7 +124,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     _say(f"loading {settings.model} on {settings.device}")
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
-        # Only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
+        # So only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
         _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(
@@ -148,7 +148,7 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
 
 def _write(pool: Tensor) -> None:
     """Fill the pool with zeros and wait until they are written: a card's backend has its own stream, which does not
-    wait for this one."""
+    wait for the stream of this write."""
     pool.zero_()
     if pool.is_cuda:
         import torch

@@ -110,8 +110,8 @@ class EngineSettings(Settings):
         0.0,
         ge=0,
         le=0.9,
-        description="Share of the KV pool where conversations are kept unasked: while a tool runs, for as long as "
-        "tools took lately, and ahead of a regenerated answer; a request that needs the room gets it; 0: none is kept",
+        description="Share of the KV pool for conversations that are kept unasked: while a tool runs, as long as "
+        "recent tools took, and in case an answer is regenerated; requests that need the room get it; 0: none is kept",
     )
     host_cache_bytes: int = Field(
         0,

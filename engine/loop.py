@@ -130,7 +130,7 @@ class EngineLoop:
         """Steps that the backend has and whose results the scheduler has not got yet, oldest first."""
         self._streams: dict[int, TokenStream] = {}
         self._queued_s: dict[int, float] = {}
-        """The time at which each request that was in no step yet was queued."""
+        """Request id -> when it was queued, until a step first includes it."""
         self._failures_in_a_row = 0
         self._step_deadline_s = step_deadline_s
         self._dead = False
@@ -190,8 +190,8 @@ class EngineLoop:
         """Step until cancelled.
 
         A failed step ends the requests in it and in the step queued behind it. A defect of the loop itself ends `run`.
-        Raises RuntimeError after `MAX_FAILURES_IN_A_ROW` failed steps, from the last step's error, and if a step has
-        not ended by its deadline, counted from the end of the step before it.
+        Raises RuntimeError after `MAX_FAILURES_IN_A_ROW` failed steps, with the last step's error as its cause. Also
+        raises RuntimeError if a step misses its deadline, which is counted from the end of the step before it.
         """
         try:
             while True:
@@ -226,7 +226,7 @@ class EngineLoop:
             self._flights.append(_Flight(plan, run))
         else:
             self._flights.append(_Flight(plan, asyncio.create_task(run)))
-            await asyncio.sleep(0)  # begins the call before the host learns a token that is not in the plan
+            await asyncio.sleep(0)  # lets `run` begin before the previous step's tokens are added to their requests
         return True
 
     async def _land(self) -> None:

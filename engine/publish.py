@@ -214,7 +214,8 @@ class Publisher:
         await self._append_delta(redis)
 
     async def _write_snapshot(self, redis: Redis, *, skip: bool) -> None:
-        """`skip`: a delta was lost. The skipped `seq` makes every reader take this snapshot."""
+        """Write a snapshot. `skip`: a delta was lost, so one `seq` is left out: every reader sees the gap and takes the
+        snapshot."""
         if skip:
             self._seq += 1
             self._pending.clear()

@@ -14,7 +14,7 @@ from engine.sched.request import Request
 
 _TOKEN_OF = struct.Struct("<qq")
 CATCH_UP_S = 0.1
-"""The most seconds of host time that the emulated device makes good."""
+"""The greatest lateness of this process, in seconds, that the emulated device makes up for."""
 
 
 class SimBackend:
@@ -24,8 +24,8 @@ class SimBackend:
     never one of the request's stop tokens, so an answer is as long as the request allows. Log-probabilities are those
     of a uniform distribution.
 
-    While a request goes on from step to step, the emulated device is always busy: a step begins when the step before
-    ended, even if this process, one of many on a few cores, calls late. Only lateness up to `CATCH_UP_S` is made good.
+    While a request goes on from step to step, the emulated device is always busy: a step begins when the step before it
+    ended, even if this process, one of many on a few cores, calls up to `CATCH_UP_S` late.
     """
 
     max_in_flight = 1

@@ -53,7 +53,7 @@ class BlockPool:
         return self._uses[block]
 
     def take(self, count: int) -> tuple[list[int], list[int]]:
-        """Return `count` blocks with one reference each, and those of them that were idle: the caller forgets these.
+        """Return `count` blocks with one reference each, and those of them that were idle: the caller unindexes these.
 
         Raises IndexError if fewer are available: callers check first.
         """

@@ -40,7 +40,7 @@ class Eviction(StrEnum):
     LFU = "lfu"
     """The least often used block; uses fade as other blocks are evicted."""
     COST = "cost"
-    """The block with the least product of uses and cost to compute again; it fades in the same way."""
+    """The block with the least product of uses and cost to compute again; the product fades in the same way."""
 
 
 class EvictionOrder(Protocol):
@@ -62,7 +62,8 @@ class EvictionOrder(Protocol):
     def places(self, count: int) -> int:
         """Return the first of `count` consecutive numbers: the places that this many blocks would get now.
 
-        This is for blocks whose last request leaves them while a pin holds them: they go there once the pin is over.
+        This is for blocks whose last request leaves them while a pin holds them. When the pin ends, `put_back` adds
+        them at these places.
         """
         ...
 
@@ -185,7 +186,7 @@ class GreedyDual:
         self._parents = parents
         self._depths = depths
         self.depth_cost = depth_cost
-        """What each block before it adds to a block's cost, as a fraction of the cost of a chain's first block."""
+        """What each earlier block of the chain adds to a block's cost, as a fraction of the first block's cost."""
         self._children = array("i", bytes(4 * total))
         """By block: its number of idle children. All indexed children of an idle block are idle."""
         self._worth = array("q", [_NOT_IDLE]) * total
@@ -272,8 +273,9 @@ class GreedyDual:
         """See `EvictionOrder.take`."""
         if count > self._count:
             raise IndexError("fewer blocks are idle")
-        # This runs for each block that a request takes from a full pool, so even one call or one new heap entry
-        # shows. A chain goes from its end, so the next block is usually the parent of the last. It needs no entry.
+        # This runs for each block that a request takes from a full pool, so even one call or one new heap entry costs
+        # noticeable time. A chain is evicted from its end, so the next block is usually the parent of the last one, and
+        # such a parent needs no heap entry.
         heap, worths, turns, parents, children = self._heap, self._worth, self._turns, self._parents, self._children
         floor, block, worth, blocks = self._floor, _NONE, 0, []
         for _ in range(count):

@@ -1,7 +1,8 @@
 """Which blocks were evicted recently, and how many requests shared them.
 
-They show whether the pool is too small for the requests. And what was shared before it was evicted counts as shared
-when it comes back: otherwise a hot prefix that a flood has evicted would begin anew, as worthless as the flood.
+Such blocks show whether the pool is too small for the requests. And if a block was shared before it was evicted, it
+counts as shared when it comes back. Otherwise a hot prefix that a flood of prompts used once has evicted would be
+worth no more than these prompts.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class Pins:
         others = [held for other, held in self._held.items() if other != salt]
         mine = self._held[salt] + self.most_blocks - len(self._following)  # with all that is free
         low, high = 0, max(others, default=0)
-        while low < high:  # the least height to cut the others to
+        while low < high:  # find the least number of blocks to which the others can be cut
             height = (low + high) // 2
             cut = sum([held - height for held in others if held > height])
             if cut <= missing and mine + cut <= height:
@@ -160,7 +160,7 @@ class Pins:
                 low = height + 1
         goals = {other: low for other, held in self._held.items() if other != salt and held > low}
         cut = sum([self._held[other] - low for other in goals])
-        # Cutting all to the next height would be too much, but some salts may still have one block too many.
+        # Cutting all of them by one more block would be too much, but some of them may have to give one more.
         one_more = sorted(other for other, held in self._held.items() if other != salt and held >= low)
         for other in one_more[: max(0, min(missing - cut, low - 1 - mine - cut))]:
             goals[other] = low - 1

@@ -81,7 +81,7 @@ class PrefixCache:
         self.evictions = 0
         """Indexed blocks whose content was evicted, since the start."""
         self.evicted_too_soon = 0
-        """Of these, blocks asked for again before about four pools' worth of other blocks were evicted."""
+        """Evicted blocks that were asked for again before about four pools' worth of other blocks were evicted."""
         self._evicted = EvictedLately(blocks_total)
         self._loops = Loops(blocks_total)
         self._stored = array("q", bytes(8 * blocks_total))

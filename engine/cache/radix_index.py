@@ -192,7 +192,8 @@ class RadixIndex:
         return path
 
     def _holder(self, node: RadixNode, i: int) -> int:
-        """Return a block that holds the chain's rows within block i. Every chain through the edge has one."""
+        """Return a block that holds this edge's rows of the chain's block i. Every chain through the edge has such a
+        block; return any of them."""
         while i - node.start // self._size >= len(node.blocks):
             assert node.children is not None
             node = next(iter(node.children.values()))
@@ -203,7 +204,7 @@ class RadixIndex:
     ) -> None:
         """Put the sequence's tokens start .. end - 1 after the first `start` tokens of the edge's chain.
 
-        `blocks`: the blocks that end there; the last one may be partly filled.
+        `blocks`: the blocks that end among these tokens; the last one may be partly filled.
         """
         if node is None:
             node = self.roots[sequence.salt] = RadixNode(None, 0, bytearray(), _NO_BLOCKS[:])

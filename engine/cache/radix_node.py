@@ -11,9 +11,9 @@ _CHUNK = 4096
 class RadixNode:
     """Tokens from position `start` on that all chains through this edge share, and the blocks that end among them.
 
-    A block belongs to the edge that has its last row. So an edge that ends within a block has no block for its last
-    rows: each chain through it has them as the first rows of a block of its own. Blocks are arrays, not lists, so that
-    the interpreter's garbage collector walks one object for an edge of any length.
+    A block belongs to the edge that has the block's last row. So an edge that ends within a block has no block for the
+    edge's last rows: each chain through the edge has a block of its own that begins with these rows. Blocks are arrays,
+    not lists, so that the interpreter's garbage collector walks one object for an edge of any length.
     """
 
     __slots__ = ("blocks", "children", "cuts", "is_alive", "label", "parent", "start")
@@ -30,9 +30,9 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] | None = None
         """First token of a child's label -> the child; None without children."""
         self.cuts = 0
-        """How often the end of the label was cut: other tokens may stand there by now."""
+        """How often the end of the label was cut: the label may have got other tokens there since."""
         self.is_alive = True
-        """Whether the edge is in the tree. Its beginning stands for the same tokens as long as it is."""
+        """Whether the edge is in the tree. While it is, `start` and the label's beginning stay the same."""
 
     @property
     def end(self) -> int:

@@ -83,7 +83,7 @@ class Survey:
         self._blocks = Blocks()
         self._children = array("i", bytes(4 * pool.total))
         self._child_uses = bytearray(pool.total)
-        """By block: the most uses of any block directly behind it."""
+        """By block: the most uses of any block that directly follows it."""
         self._free_runs = self._longest_run = self._run = 0
         self._ages: Counter[int] = Counter()
         """Number of cached blocks by the bit length of their age in steps."""

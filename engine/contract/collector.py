@@ -31,7 +31,7 @@ from collections.abc import AsyncIterator, Callable
 
 YOUNG = 5_000
 """Containers made, less those freed, before the youngest generation is collected: the walk takes 0.1 ms, and up to 2
-if other processes empty the processor's caches. Python's own 700 are a few requests in flight."""
+if other processes empty the processor's caches. A few requests in flight reach Python's own threshold of 700."""
 MIDDLE = 5
 """Collections of the youngest generation before the middle one is collected with it: 30,000 containers, 0.5
 ms in warm caches."""
@@ -53,7 +53,7 @@ _thresholds = gc.get_threshold()
 async def quiet_collector(is_idle: Callable[[], bool]) -> AsyncIterator[None]:
     """Keep the collector's pauses short during the block, and restore its settings at the end.
 
-    Enter it when all long-lived objects exist: that takes 0.1 s for 200,000 containers. `is_idle` is called every
+    Enter it when all long-lived objects exist. Entering takes 0.1 s for 200,000 containers. `is_idle` is called every
     second and tells whether nobody waits for the process. Blocks may be nested, or overlap.
     """
     global _users, _thresholds

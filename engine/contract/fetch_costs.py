@@ -17,8 +17,8 @@ MAX_LATENCY_S = 3600.0
 MAX_FETCHED_TOKEN_S = 60.0
 """Greater numbers are absurd."""
 LEAST_GAIN, LEAST_GAIN_S = 0.07, 0.002
-"""Share of the computing time, and seconds, that a fetch must gain: learnt step costs are inexact, most of all those of
-short steps. Engines fetch nothing that gains less, and gateways apply the same rule."""
+"""The least gain of a fetch, as a share of the computing time and in seconds, because learnt step costs are inexact,
+most of all those of short steps. Engines fetch nothing that gains less, and gateways apply the same rule."""
 _HEAD = struct.Struct("<BBH")
 _COST = struct.Struct("<dd")
 

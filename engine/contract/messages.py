@@ -1,6 +1,6 @@
 """Turns a request to `/v1/messages` into the equivalent chat, which engines render and prefix keys are made of.
 
-| there | here |
+| in the request | in the chat |
 |---|---|
 | `system` | a first message with role `system` |
 | a text block | a text part |

@@ -94,7 +94,8 @@ def _address(host: str) -> tuple[str, int]:
 
 
 class Outage:
-    """Decides what to log during an outage of Redis: each error once. A wrong password may come after another error."""
+    """Decides what to log during an outage of Redis: each different error once, because an outage may begin with one
+    error and go on with another, such as a wrong password."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -49,11 +49,12 @@ def belief_key(pod_id: str) -> str:
 
 LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
 """Hash model -> gateways' learnt values for the model and its pods. The ACL rule for beliefs allows this name, and no
-pod has it."""
+pod's key has it."""
 
 
 def named_caches_key(tenant: str) -> str:
-    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows this name; no pod has it."""
+    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows this name, and no pod's key has
+    it."""
     return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
 
 

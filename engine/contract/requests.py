@@ -21,11 +21,11 @@ TOKEN_ID_BYTES = 4
 """Canonical bytes of a token id."""
 ANSWER_SO_FAR = "answer_so_far"
 """Field of a request with the beginning of its answer. Engines whose model card lists it under `accepts` continue that
-answer. Its tokens count in `max_tokens`, and as completion tokens in `usage`."""
+answer. The tokens of the beginning count in `max_tokens`, and as completion tokens in `usage`."""
 MAX_LISTED = 16_384
 """Most messages, or prompts, of one request: more than any real request has, and few enough not to block others."""
 LARGE_BODY_BYTES = 2**18
-"""Parsing a larger body makes up to millions of values, which the garbage collector would walk again and again."""
+"""A larger body is parsed with the garbage collector off, which would walk its values, up to millions, repeatedly."""
 
 
 class Endpoint(StrEnum):
@@ -103,7 +103,7 @@ def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:
 
 def _response_head(model: str | None, stream: bool, salt: str, fields: dict[str, Any]) -> RequestHead:
     """Return the head of a request to RESPONSES. If the engine stores the beginning of the conversation, the request
-    has only its end, and there are no keys."""
+    has only the conversation's end, so it has no keys."""
     given, tools = fields.get("input"), fields.get("tools")
     if isinstance(given, list) and len(given) > MAX_LISTED:
         raise BadRequest(f"input has {len(given)} items; at most {MAX_LISTED} are read", param="input")

@@ -1,6 +1,6 @@
 """Turns a request to `/v1/responses` into the equivalent chat, which engines render and prefix keys are made of.
 
-| there | here |
+| in the request | in the chat |
 |---|---|
 | `instructions` | a first message with role `system` |
 | `input`, a text | a message with role `user` |
@@ -12,8 +12,8 @@
 | a tool with a `name` | a function with that name |
 
 An item's metadata (`id`, `status`) and an output text's metadata (`annotations`, `logprobs`) are left out, because they
-are not rendered: a client may send back an answer's items with or without them. Items follow one another, so a longer
-conversation begins with the bytes of the shorter one. Only the engine knows what `previous_response_id` and
+are not rendered: a client may send back an answer's items with or without them. Each item becomes a message, so a
+conversation that goes on keeps the bytes of its beginning. Only the engine knows what `previous_response_id` and
 `conversation` stand for. Shapes: https://platform.openai.com/docs/api-reference/responses/create
 """
 

@@ -163,7 +163,7 @@ def _check(files: _Files, expected: Shapes, tied: bool) -> None:
 
 
 def _is_harmless(name: str, tied: bool) -> bool:
-    """Return whether it is a rotary buffer that older libraries stored, or a copy of a tied embedding."""
+    """Return whether the tensor is a rotary buffer that older libraries stored, or a copy of a tied embedding."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 

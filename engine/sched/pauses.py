@@ -22,7 +22,7 @@ LEAST_SHARE = 0.25
 _SEEN = 128
 """Number of pauses that are remembered."""
 _ENOUGH = 8
-"""Number of pauses that say more than the first guess."""
+"""Number of pauses that must be seen before they replace `FIRST_PAUSE_S`."""
 _FORGET = 1 / 32
 """Weight of the latest answer in the share of answers that a tool's result follows."""
 _MOST_AWAITED = 4096

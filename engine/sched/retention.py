@@ -40,7 +40,8 @@ class Retention:
             cache.keep(sequence, reused, BRANCH_S, is_asked=False)
 
     def ended(self, entry: Entry) -> None:
-        """Pin the conversation of a request that has its last token, and still its blocks, if a tool may run now."""
+        """Pin the conversation of a request that has its last token, if a tool may run now. The request must still have
+        its blocks."""
         cache, sequence, tools = self._cache, entry.sequence, entry.request.tools
         last = len(entry.request.prompt_tokens) // cache.block_size - 1
         if tools is None or not tools.may_be_called or not 0 <= last < len(sequence.digests):

@@ -366,7 +366,8 @@ class Scheduler:
         return left > len(learnt) or left > learnt.spare  # `spare` looks at each pinned block, so it comes second
 
     def _preempt(self, entry: Entry) -> None:
-        """Put the entry back in the queue, before all that were not preempted. Its output is recomputed as prefill."""
+        """Put the entry back in the queue, with those that were overtaken too often. Its output is recomputed as
+        prefill."""
         self._stop(entry)
         entry.overtaken = max(entry.overtaken, self._config.max_overtakes)
         self._waiting[entry.request.id] = entry

@@ -12,7 +12,7 @@ class SchedulerStats:
     prompt_tokens_queried: int = 0
     """Prompt tokens of requests at their first admission."""
     prompt_tokens_hit: int = 0
-    """Of these, tokens whose KV was reused."""
+    """Those of the queried tokens whose KV was reused."""
     steps: int = 0
     failed_steps: int = 0
     prefill_tokens: int = 0
@@ -25,6 +25,6 @@ class SchedulerStats:
     evicted_blocks: int = 0
     """Cached blocks whose content was evicted."""
     evicted_too_soon: int = 0
-    """Of these, blocks asked for again before about four pools' worth of other blocks were evicted."""
+    """Evicted blocks that were asked for again before about four pools' worth of other blocks were evicted."""
     failed: int = 0
     """Requests dropped by a failed step."""

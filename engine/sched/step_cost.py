@@ -16,7 +16,8 @@ _MIN_PREFILL_STEPS = 8
 _MIN_TOLERANCE = 0.25
 _REFIT_EVERY = 32
 _LEAST_FITS = 16
-"""Fits after which the search for the shortest step starts anew. The old one counts for this many more fits."""
+"""Fits after which the search for the shortest step starts anew. The shortest step found so far counts for this many
+more fits."""
 
 
 def step_features(plan: StepPlan) -> tuple[float, float, float, float, float]:
@@ -132,7 +133,8 @@ def _non_negative_least_squares(matrix: list[list[float]], vector: list[float]) 
 
 
 def _drop_negatives(matrix: list[list[float]], vector: list[float], chosen: tuple[int, ...]) -> list[float] | None:
-    """Solve without bounds, drop the most negative coefficient, repeat; None unless the end is provably the minimum."""
+    """Solve without bounds, drop the most negative coefficient, repeat. Return None if the result may not be the
+    minimum."""
     while chosen:
         solution = _solve(matrix, vector, chosen)
         if min(solution) >= 0:

@@ -93,7 +93,7 @@ def marks_at(
 def kept_marks(
     model: ModelText, fields: GenerationFields, marks: Sequence[CacheMark], prompt_tokens: int
 ) -> tuple[CacheMark, ...]:
-    """Return the marks that are long enough to be kept, with that of `prompt_cache_retention`."""
+    """Return the marks whose prefixes are long enough to be kept, including the mark of `prompt_cache_retention`."""
     lifetime_s = RETENTIONS_S.get(fields.prompt_cache_retention or "")
     whole = () if lifetime_s is None else (CacheMark(prompt_tokens, lifetime_s),)
     return tuple(mark for mark in (*marks, *whole) if mark.tokens >= model.least_kept_tokens)

@@ -4,10 +4,10 @@ Key i covers the first (i + 1) * stride canonical bytes. This module finds those
 searching for each message's content in order, and maps them to tokens by the tokenizer's offsets.
 
 Guarantee for a template that only appends (a conversation's text starts with the text of its beginning): if the first
-(i + 1) * stride canonical bytes of two requests are equal, their rendered texts are equal over the tokens of their i-th
-keys (the shorter claim). The token ids over that text are equal too, except the last few, because later text can change
-how a word is split. With a template that does not append, a claim can be wrong. The engine compares token ids before it
-reuses anything, so a wrong claim misdirects a request and never changes an answer.
+(i + 1) * stride canonical bytes of two requests are equal, their rendered texts are equal over the tokens that both
+i-th keys cover. The token ids over that text are equal too, except the last few, because later text can change how a
+word is split. With a template that does not append, a key's number of tokens can be wrong. The engine compares token
+ids before it reuses anything, so a wrong number misdirects a request and never changes an answer.
 """
 
 from __future__ import annotations

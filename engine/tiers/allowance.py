@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STEP_SHARE = 0.01
-"""Share of a step that copies may take if steps wait for the thread that plans them. Source: the requirement."""
+"""Share of a step that copies may take if steps wait for the thread that plans them: the project's requirement."""
 HIDDEN_SHARE = 0.25
 """The same share if a step is planned while the device runs the previous one. Planning then delays nothing until it
 takes longer than that step, so the share is large; it was never measured on a card."""

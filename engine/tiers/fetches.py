@@ -24,8 +24,8 @@ LATE_SHARE, LATE_S = 0.04, 0.0002
 def plan(prefill: Prefill, held: Sequence[Held]) -> FetchChoice:
     """Return how many of the blocks of all tiers to fetch. `held`: by tier; its blocks follow the previous tier's.
 
-    The tiers are read at the same time. So a block of a slower tier can be used once its own queue has come to it and
-    the faster tiers' blocks have arrived.
+    The tiers are read at the same time. So a block of a slower tier can be used once it has arrived from that tier and
+    the faster tiers' blocks have arrived, too.
     """
     best: FetchChoice | None = None
     taken, ready_s, cached = 0, 0.0, prefill.cached_tokens
@@ -69,7 +69,7 @@ class Fetch:
     is_given_up: bool = False
     has_failed: bool = False
     _arrived: list[dict[int, int]] = field(default_factory=list)
-    """By link: first block -> stop of pieces that are in the upper tier and wait for those before them."""
+    """By link: first block -> stop of each piece that is in the upper tier and waits for a piece before it."""
     _present: Sequence[int] = ()
     """By tier, the pool first: the number of blocks that it held before the fetch."""
     _committed: list[int] = field(default_factory=list)
@@ -131,9 +131,9 @@ class Fetch:
         return continued_s > device_s + rest_s + LATE_S
 
     def late_at_s(self) -> float:
-        """Return the time, on the clock of `started_s`, when waiting plus computing the rest has cost too much.
+        """Return the time, on the clock of `started_s`, from which on waiting and computing the rest takes too long.
 
-        It is compared with computing everything. The wait for copies of others was known and does not count.
+        The measure is the time for computing everything. The wait for earlier copies was known and does not count.
         """
         all_s, rest_s = compute_s(self.prefill, self.prefill.cached_tokens), compute_s(self.prefill, self.landed_tokens)
         slack_s = max(LATE_S, LATE_SHARE * all_s)

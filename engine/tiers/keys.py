@@ -14,15 +14,16 @@ class KeyHolder(Protocol):
     """One tier's account of its keys (`PrefixCache`). The tier holds a key only while it holds the key's parents."""
 
     def take_changes(self) -> KeyChanges:
-        """Return the net change since the last call; ignore the tiers named in it."""
+        """Return the net change since the last call. The tiers named in it mean nothing here."""
         ...
 
 
 class TieredKeys:
     """The tiers' accounts combined into one.
 
-    Every tier holds a key's parents with the key, so all tiers together do. The order of a report keeps this true at
-    each step: a new key comes after its parents, and a key that is gone from every tier comes after its children.
+    Every tier holds a key's parents with the key, so the same is true of all tiers together. It stays true at each step
+    of a report, because of the report's order: a new key comes after its parents, and a key that is gone from every
+    tier comes after its children.
     """
 
     def __init__(self, holders: Sequence[KeyHolder]) -> None:

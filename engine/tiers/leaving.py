@@ -45,7 +45,8 @@ class Leaving:
         link.unasked += self.unasked
 
     def begin(self, cost: StepCost) -> None:
-        """Find out what the tier below has, which counts as a use, and what to copy; `cost`: of computing a block."""
+        """Decide what to copy. The blocks that the tier below already has count as used there. `cost`: of computing a
+        block."""
         link, blocks = self.link, len(self.sequence.nodes)
         self.link.unasked -= self.unasked
         part = self.part = self.sequence.fork()

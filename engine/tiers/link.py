@@ -19,7 +19,7 @@ MIN_QUEUE_BLOCKS = 16
 PAUSE_S = 5.0
 """Seconds without copies downwards after one has failed."""
 QUEUE_SHARE = 1 / 4
-"""Share of the upper tier's blocks that may be on their way down, because they are not free meanwhile."""
+"""Largest share of the upper tier's blocks that may be on their way down: they cannot be reused meanwhile."""
 
 
 class Link:
@@ -89,7 +89,7 @@ class Link:
 
     def readable_blocks(self, sequence: CachedSequence, tokens: int) -> tuple[int, bool]:
         """Return how many leading blocks of the sequence `lower` holds, within `tokens` tokens, and whether a spoilt
-        one follows them. If so, nothing behind it can come this way either."""
+        one follows them. If one does, no later block can come up over this link, not even from a deeper tier."""
         nodes = self.lower.find(sequence, tokens // self.lower.block_size)
         if self.spoilt:
             for i, node in enumerate(nodes):
@@ -102,7 +102,8 @@ class Link:
         return self.lower.has(sequence.digests[block])
 
     def has_room(self, now_s: float) -> bool:
-        """Whether a sequence may go down now. The whole sequence goes, because all its blocks are held meanwhile."""
+        """Whether a sequence may go down now. It goes as a whole, because all its blocks are held until its last copy
+        ends."""
         if now_s < self.paused_until_s:
             return False
         most = max(MIN_QUEUE_BLOCKS, int(self.upper.pool.total * QUEUE_SHARE))

@@ -45,7 +45,7 @@ class ThreadedLookups:
     """Lookups by a function that may take any time."""
 
     def __init__(self, leading: Callable[[Sequence[bytes], bytes], int], may_ask: Callable[[], bool]) -> None:
-        """`leading`: see `SharedFolder.leading`, may raise OSError; `may_ask`: whether an answer would be right."""
+        """`leading`: see `SharedFolder.leading`, may raise OSError; `may_ask`: False while answers may be wrong."""
         self._leading, self._may_ask = leading, may_ask
         self._on_end: Callable[[], None] | None = None
         self._queue: SimpleQueue[_Asked | None] = SimpleQueue()

@@ -15,9 +15,9 @@ from engine.tiers.lookups import Lookup, Lookups
 from engine.tiers.stats import LookupEnd, TierStats
 
 LOOKUP_SHARE = LATE_SHARE
-"""A request waits for the answer at most this share of the time that it takes without what the look-up may find. The
-device's queue comes on top. The deadline of a fetch that follows counts from when the request could have started, so
-both together lose no more."""
+"""A request waits for a look-up's answer for at most this share of its time to the first token without the blocks in
+question. Neither time includes the device's queue, in which the request waits anyway. The deadline of a fetch after the
+look-up counts from when the request could have started, so look-up and fetch together lose no more than this share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Open:
 
 
 class Search:
-    """Adds to the index of the shared tier's link what look-ups find, so that it can be fetched from then on."""
+    """Adds the blocks that look-ups find to the index of the shared tier's link, so that they can be fetched."""
 
     def __init__(self, link: Link, lookups: Lookups, clock: Callable[[], float], stats: TierStats) -> None:
         self._link, self._lookups, self._clock, self._stats = link, lookups, clock, stats
@@ -55,7 +55,7 @@ class Search:
 
     def waits(self, request_id: int, sequence: CachedSequence, prefill: Prefill) -> bool:
         """Whether the request, which could start now, should wait for the answer. Once the answer is there, the index
-        has what was found. If others' steps come in between, they count as waiting, which is then hardly ever worth it.
+        has what was found. If the wait would last until a step of other requests ends, it is hardly ever worth it.
         """
         if request_id in self._since_s:
             self._since_s[request_id] = min(self._since_s[request_id], self._clock())

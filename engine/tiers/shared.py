@@ -108,7 +108,7 @@ class SharedCopies:
 
     def borrow(self, room_bytes: float) -> None:
         """Take this much room until this engine's next sweep, because another engine is making room. A second call
-        before that sweep changes nothing: a folder whose lock is kept must not grow."""
+        before that sweep changes nothing: the folder must not grow further if that engine keeps its lock for ever."""
         with self._counting:
             if not self._has_borrowed:
                 self._has_borrowed = True

@@ -35,7 +35,7 @@ _SUM_BYTES = 8
 HEAD_BYTES = _HEAD.size + _SUM_BYTES
 _MAGIC = b"WARMKVS\0"
 TOUCH_S = 300.0
-"""Least seconds between touches of a used file. The change time is touched, because access times are not reliable."""
+"""Least seconds between touches of a used file. A touch sets the modification time: access times are not reliable."""
 TEMPORARY = "tmp"
 PARENT_DIGITS = 16
 """Digits of a parent's digest in a file's name. They show the janitor which files are of no use without others."""
@@ -148,7 +148,7 @@ class SharedFolder:
         return low
 
     def forget_all(self) -> None:
-        """Move this generation's blocks out of reach of all engines at once; the next janitor removes them."""
+        """Move this generation's blocks out of reach of all engines at once; the next sweep removes them."""
         with suppress(FileNotFoundError):
             self.path.rename(self.root / f"gone-{self.writer}-{next(self._numbers)}")
         self._made.clear()

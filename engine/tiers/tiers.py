@@ -99,7 +99,7 @@ class Tiers:
         self._copying: dict[Leaving, None] = {}
         """Sequences on their way down that wait for a copy to end. There may be hundreds, so no step walks them."""
         self._decided: set[int] = set()
-        """Requests for which it was decided whether to fetch; they are not decided again."""
+        """Requests for which it was decided whether to fetch. The decision is made only once."""
         self._asked: set[int] = set()
         """Requests that are counted in `TierStats.query_tokens` but have not started."""
         self.stats = TierStats()
@@ -125,7 +125,7 @@ class Tiers:
         )
 
     def check_in_s(self) -> float:
-        """Return the seconds until copies must be polled again if none reports its end; infinite without copies."""
+        """Return the seconds until a copy must be polled or a fetch or look-up is late; infinite if there is none."""
         late_at_s = min((fetch.late_at_s() for fetch in self._fetches.values()), default=math.inf)
         if self._search is not None:
             late_at_s = min([late_at_s, *self._search.late_at_s()])
@@ -145,7 +145,7 @@ class Tiers:
 
     def go_on(self) -> None:
         """Begin what may begin, and process copies that have ended. Call this while a step runs, or while nothing
-        runs. What goes down is bounded by the allowance; the rest goes with the next step."""
+        runs. The allowance bounds the copies downwards; those beyond it begin with the next step."""
         self._take_in_all()
         self._go_down()
 
@@ -349,7 +349,7 @@ class Tiers:
             return
         stop = (prefill.prompt_tokens - 1) // self._pool.block_size
         held = self._held(sequence, prefill.prompt_tokens - 1, hits)
-        if len(held) < len(self._links):  # the way up is not known
+        if len(held) < len(self._links):  # a link is not measured yet, or a spoilt block is in the way
             return
         known = hits + sum(part.blocks for part in held)
         if known < stop:
@@ -469,7 +469,7 @@ class Tiers:
             leaving.link.lower.release(leaving.part)
 
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy the worthwhile blocks of a held sequence one tier down. Then release it; its copy goes on from there."""
+        """Copy the worthwhile blocks of a held sequence one tier down, then release it. Do the same with the copy."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)

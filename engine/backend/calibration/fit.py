@@ -28,8 +28,8 @@ class Measured:
 def fit_profile(name: str, steps: Sequence[Measured], kv_tokens: int) -> SimProfile:
     """Return the profile with the least squared relative error and no negative constant.
 
-    Steps of few tokens are on the floor w0, the others on the line a + c1 T. Every point at which the line may leave
-    the floor is tried; the rest is non-negative least squares. Raises ValueError without steps.
+    In the formula of `profiles.py`, steps of few tokens take the floor w0, and larger ones a + c1 * T_new. Every size
+    at which the floor may end is tried; the rest is non-negative least squares. Raises ValueError without steps.
     """
     if not steps:
         raise ValueError("a profile needs measured steps")

@@ -19,7 +19,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 30
 TRIES = 3
 """Tries of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
-"""Largest step as a share of the time for measuring. Most steps are far smaller, so some 50 shapes run three times."""
+"""Longest step, as a share of the time for measuring. Most steps are far shorter, so some 50 shapes run three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ async def _bearable(bench: _Bench, limits: Limits, largest_s: float) -> Limits:
 
 
 async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> Shape:
-    """Return the last of growing steps before one that takes too long, otherwise the first."""
+    """Run these growing steps up to one that takes longer than `largest_s`. Return the one before it, at least the
+    first."""
     best = next(shapes, None)
     if best is None:
         raise ValueError("the KV pool or the model's context is too small to calibrate with: it takes 32 tokens")
@@ -103,7 +104,7 @@ async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> 
 
 
 async def _is_within(bench: _Bench, shape: Shape, largest_s: float) -> bool:
-    """Return whether one of a few tries of the step takes at most that long: other load may delay single tries."""
+    """Return whether one of a few tries of the step takes at most `largest_s`: other load may delay single tries."""
     for _ in range(TRIES):
         if await bench.step_s(shape) <= largest_s:
             return True

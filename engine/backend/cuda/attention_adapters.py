@@ -1,8 +1,8 @@
 """Prefill attention by optional libraries: FlashInfer, and FlashAttention 3 for Hopper.
 
 Decode stays with the Triton kernels: they split a sequence by its length alone, and run in CUDA graphs without a host
-plan per step. Both libraries take pages with strides, so they get the block-major pool directly (FlashInfer: its
-issues 506 and 702). Both are set not to split keys, which would make a row's bits depend on its batch.
+plan per step. Both libraries take pages with strides, so they get the block-major pool directly (for FlashInfer, see
+its issues 506 and 702). Both are set not to split keys, which would make a row's bits depend on its batch.
 """
 
 from __future__ import annotations

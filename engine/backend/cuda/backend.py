@@ -1,8 +1,8 @@
 """A `Backend` for CUDA that computes one step while the next is prepared and launched.
 
 It has two threads. One turns plans into launches and never waits for the device. The other waits for each step's
-results, which come back in page-locked memory, and hands them over. The choices of the last step stay on the device, so
-a decode step can be planned before its tokens are known.
+results in page-locked memory and returns them to the caller of `run`. The tokens that the last step chose stay on the
+device, so a decode step can be planned before the host knows them.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class CudaBackend:
     def warm_up(self, plan: StepPlan) -> None:
         """Compute a step on the launching thread and wait for it. Call it before the first `run`.
 
-        cuBLAS has a handle and tens of MiB of workspace for each thread. This makes those of the launching thread
-        before requests come, so that they count in the measured memory.
+        cuBLAS has a handle and tens of MiB of workspace for each thread. This call allocates them for the launching
+        thread before requests come, so that they are part of the measured memory.
         """
         self._result(self._on_launcher(lambda: self._launch(plan.chunks)))
 

@@ -2,8 +2,9 @@
 
 Products of few rows have their own kernel; cuBLAS computes the others.
 
-The residual stream stays in one buffer; every norm except the first also adds to it. No code here waits for the device
-or allocates a size that it reads there, so a step without prefill can be captured in a CUDA graph.
+The residual stream stays in one buffer; every norm except the first also adds to it. No code here waits for the
+device, and no allocation has a size that is read from the device. So a step without prefill can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class CudaDecoder:
     ) -> Tensor:
         """Store the step's keys and values in `pool` (`KvPool.data`) -> float32 logits [R, vocab_size].
 
-        The logits lie in `buffers` and last until their next use; None: in fresh buffers.
+        The logits are in `buffers`, until these are used again. None: the logits are in new buffers.
         """
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         tokens, rows = len(step.tokens), len(step.tokens) if step.rows is None else len(step.rows)
@@ -139,7 +140,7 @@ class CudaDecoder:
             _project(layer.qkv, own.hidden, own.qkv)
             self._attend(i, step, turn, pool, attention, own)
             if step.rows is not None and i == len(weights.layers) - 1:
-                # No other token's row is read after the last layer's attention.
+                # After the last layer's attention, only the rows that need logits are read.
                 if not rows:
                     return own.logits
                 own = own.only(step.rows)

@@ -1,8 +1,8 @@
 """Chooses tokens on the device as `engine.backend.sampler` does, without waiting for the device.
 
-The host lays out each row's sampling parameters, which go over with the step's one copy. Draws need no random numbers
-from the device: a row's uniform is hashed on the host from its seed and index. The host knows all parameters, so no
-size depends on a value on the device.
+The host lays out each row's sampling parameters; the step's one copy brings them to the device. Draws need no random
+numbers from the device: a row's uniform is hashed on the host from its seed and index. The host knows all parameters,
+so no size depends on a value on the device.
 
 A row that keeps at most `NARROW` tokens by top_k is cut without sorting the vocabulary; top_p alone needs it sorted.
 If a cumulative probability lies within rounding of top_p or of the uniform, this code may choose a neighbour of the

@@ -146,7 +146,7 @@ class Starter:
             if self.settings.cuda_graphs:
                 backend.capture_graphs(self.settings.max_running, wants[2].bytes)
             # Capturing empties torch's cache. Here it is filled again, so a shortage shows now and not while serving.
-            # Each buffer of the ring grows to the size of such a step here, because locking pages takes milliseconds.
+            # Each buffer of the ring grows to the largest step's size now, because locking pages takes milliseconds.
             for _ in range(RING):
                 backend.warm_up(largest_step(*self._bounds(blocks)))
         except RuntimeError as error:
@@ -157,7 +157,7 @@ class Starter:
         return backend, blocks
 
     def _wants(self, dtype: torch.dtype) -> list[Want]:
-        """Return weights, activations, graphs by their shapes, and the KV pool if the settings give its size."""
+        """Return what weights, activations and graphs need by their shapes, and the KV pool if its size is set."""
         settings = self.settings
         buffers = DecoderBuffers.make(
             self.config,
@@ -180,7 +180,8 @@ class Starter:
         return Want("CUDA graphs", size, f"lower --max-running ({settings.max_running}), or --no-cuda-graphs")
 
     def _bounds(self, blocks: int | None = None) -> tuple[int, int, int, int]:
-        """Return tokens and sequences of a step, tokens of a sequence (in a pool of `blocks`), tokens of a block."""
+        """Return the most tokens and sequences of a step, the most tokens of a sequence (in a pool of `blocks`), and
+        the tokens of a block."""
         settings, longest = self.settings, self._max_tokens()
         longest = longest if blocks is None else min(longest, blocks * settings.block_size)
         return settings.max_step_tokens, settings.max_running, longest, settings.block_size

@@ -60,7 +60,7 @@ class Tiling:
 
     @property
     def slots(self) -> int:
-        """Number of parts whose sums, for all KV heads, have room."""
+        """Number of parts whose sums, for all KV heads, fit the scratch."""
         return max(MAX_PARTS, SCRATCH_PROGRAMS // self.kv_heads)
 
     def tiles_of(self, tokens: int) -> int:
@@ -68,7 +68,8 @@ class Tiling:
         return -(-tokens // self.tokens)
 
     def parts(self, tokens: int, keys: int) -> int:
-        """Return the parts per tile that end soonest on an idle card, for a chunk whose last token sees `keys` keys."""
+        """Return the number of parts per tile with which an idle card computes the chunk soonest. The chunk's last
+        token sees `keys` keys."""
         programs = self.tiles_of(tokens) * self.kv_heads
         most = min(MAX_PARTS, keys // PART_KEYS, self.slots // self.tiles_of(tokens))
         # This models a card that runs one full set of programs after another.

@@ -42,7 +42,7 @@ class CopyLimits:
 
 
 Job = Sequence[BlockRun]
-"""Runs of one copy. The copy engine gets all of them at once."""
+"""Some runs of one copy, which the copy engine gets at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,12 +120,12 @@ class BlockCopier:
         return self._lanes[direction].in_flight_blocks * self._engine.block_bytes
 
     def demote(self, pairs: Sequence[BlockPair], *, after_step: int = 0) -> int:
-        """Copy pool blocks to host slots, and return the copy's id. It waits until step `after_step`, the last that
+        """Copy pool blocks to host slots; return the copy's id. The copy waits until step `after_step`, the last that
         writes one of the blocks, has ended. Raises FenceError, and ValueError if there are no pairs."""
         return self._request(Direction.DEMOTE, pairs, after_step)
 
     def promote(self, pairs: Sequence[BlockPair], *, after_step: int = 0) -> int:
-        """Copy host slots to pool blocks, and return the copy's id. It waits until step `after_step`, the last that
+        """Copy host slots to pool blocks; return the copy's id. The copy waits until step `after_step`, the last that
         reads or writes one of the blocks, has ended. Raises FenceError, and ValueError if there are no pairs."""
         return self._request(Direction.PROMOTE, pairs, after_step)
 

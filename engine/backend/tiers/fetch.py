@@ -130,8 +130,8 @@ def _candidates(prefill: Prefill, held: Held) -> set[int]:
 
 
 def _before_steps(prefill: Prefill, held: Held, ends: set[int]) -> set[int]:
-    """Return the numbers of blocks that have arrived at the step ends next to the arrivals of `ends`: a block that
-    arrives during another request's step is not used before the step's end."""
+    """Return how many blocks have arrived when a step of other requests ends, for the last such end before and the
+    first after the arrival of each of `ends`. A block that arrives during such a step is not used before its end."""
     if prefill.further_s < _SHORTEST_S or held.block_s <= 0:
         return set()
     found: set[int] = set()

@@ -21,9 +21,9 @@ KEPT_S = 5.0
 """Assumed time that a server keeps an idle connection, until its real time is seen: the default of uvicorn, which vLLM
 and SGLang use."""
 LEAST_KEPT_S = 1.0
-"""A connection that ends sooner was ended for another reason."""
+"""Least time that the pool learns: a connection that ends sooner was ended for another reason."""
 MARGIN_S = 0.5
-"""A connection is no longer used this long before the server may close it: a request that is sent while the server
+"""The pool stops using a connection this long before the server may close it: a request that is sent while the server
 closes is lost."""
 FRESH_S = 30.0
 """Time that an unused connection is kept: servers wait longer for a first request than for a second."""
@@ -106,7 +106,7 @@ class Pool:
         return now_s - connection.idle_since_s > self.kept_s - MARGIN_S
 
     def _tidy(self, now_s: float) -> None:
-        """Forget closed connections at the ends, close old ones, learn from the oldest that is still open."""
+        """Forget closed connections at both ends of the queues, close old ones, learn from the oldest that is open."""
         self._tidied_s = now_s
         idle, fresh = self._idle, self._fresh
         while idle and idle[-1].closed:

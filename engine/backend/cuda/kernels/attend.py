@@ -1,8 +1,9 @@
 """The code that paged prefill and paged decode share: one tile of keys, and the shape of a launch.
 
-Rows never mix: a row's result depends on its query, its position and the tiles of keys, which are cut at multiples
-of their length. A tile that a row does not see does not change the row's bits. Fused multiply-adds are explicit and the
-compiler may add none, so the masked and the plain variant round alike.
+Rows never mix: a row's result depends on its query, its position and the tiles of keys. Tiles are cut at multiples of
+their length; in decode with a window they are counted from the window's start. A tile that a row does not see does not
+change the row's bits. Fused multiply-adds are explicit and the compiler may add none, so the masked and the plain
+variant round alike.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class PartSums:
 
 
 INTERPRETED = Launch(rows=128, tile=64, warps=4, stages=1)
-"""Settings for Triton's interpreter on a CPU: it takes time per program, so programs are few and large. Warps and
-stages have no effect there."""
+"""Settings for Triton's interpreter on a CPU: each program has a cost there, so programs are few and large. Warps and
+stages have no effect."""
 
 
 @cache

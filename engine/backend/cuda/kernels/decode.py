@@ -47,8 +47,9 @@ def part_count(tokens: int) -> int:
 def launch_for(dim: int, dtype: torch.dtype, group: int, device: torch.device) -> Launch:
     """Return the settings for heads of `dim`, `group` of which share a KV head; fixed, like `prefill.launch_for`.
 
-    All the work is reading keys, so the bytes in flight matter, not the width of the products. They must cover the
-    memory's latency (some 40 KiB per multiprocessor of an H200) with two programs on it, as for a single sequence.
+    All the work is reading keys, so the bytes in flight matter, not the width of the products. To hide the memory's
+    latency, a multiprocessor of an H200 needs some 40 KiB in flight, even if only two programs run on it, as for a
+    single sequence.
     """
     rows = max(DOT_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -152,7 +153,8 @@ def _parting(
     MAX_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Return the first token seen, where the first part begins, and the length of a part in tokens, in whole tiles."""
+    """Return the first token that the row sees, at which the first part begins, and the length of a part in tokens, a
+    multiple of TILE."""
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
@@ -188,7 +190,7 @@ def _attend_parts(
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    # Heads are neighbours in the grid as in a slot, so that together they read whole rows of memory.
+    # The heads of a slot are neighbours in the grid, too, so that their programs together read whole rows of memory.
     head = tl.program_id(0)
     part = tl.program_id(1)
     row = tl.program_id(2)

@@ -227,7 +227,7 @@ def _prefill(
     first_key = first // TILE * TILE
     part_end = end
     if PARTED:
-        # A part is whole tiles of keys, cut at multiples of their length, as without parts.
+        # A part consists of whole tiles of keys, which are cut at multiples of their length, as without parts.
         part_keys = tl.cdiv(tl.cdiv(end - first_key, tl.load(entry + 3)), TILE) * TILE
         first_key += tl.load(entry + 2) * part_keys
         part_end = tl.minimum(first_key + part_keys, end)
