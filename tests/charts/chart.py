@@ -107,7 +107,7 @@ def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def containers(template: Object) -> list[Object]:
-    """Return every container of a pod, including those that run first."""
+    """Return every container of a pod, including init containers."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 

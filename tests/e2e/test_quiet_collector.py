@@ -22,7 +22,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture(autouse=True)
 def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let programs freeze objects, which `tests/conftest.py` prevents, and thaw meanwhile what it has frozen."""
+    """Let programs freeze objects, which `tests/conftest.py` prevents. Its own frozen objects are thawed meanwhile."""
     monkeypatch.setattr(collector, "gc", gc)
     gc.unfreeze()
     yield

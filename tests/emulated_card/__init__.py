@@ -1,1 +1,1 @@
-"""A CUDA card for machines without one: `torch.cuda` over the CPU, with streams that run as late as they may."""
+"""Emulates a CUDA card for machines without one: the CPU computes for `torch.cuda`, as late as streams may run."""
