@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class CardTensor(Tensor):
-    """A wrapper tensor of torch, which has a shape and a type but no memory. To torch it is a "meta" tensor. With "cuda",
-    torch would ask which device is current, and a build without CUDA would raise."""
+    """A wrapper tensor of torch, which has a shape and a type but no memory. To torch it is a "meta" tensor. If it were
+    on "cuda", torch would ask which device is current, and a build without CUDA would raise."""
 
     data_here: Tensor
     """Host memory that has the tensor's values once the work on them is done."""

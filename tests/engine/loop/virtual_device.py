@@ -1,5 +1,5 @@
-"""A device in virtual time under the step loop. It checks every step, and records when the step was given, and began
-and ended."""
+"""A device in virtual time for the step loop. It checks every step, and records when the step was given, when it began
+and when it ended."""
 
 from __future__ import annotations
 

@@ -125,5 +125,5 @@ def test_what_waits_is_not_matched_in_each_step(index: IndexKind) -> None:
     while scheduler.load().waiting:
         steps += 1
         step(scheduler, 0.0)
-    assert steps > 100, "it waits for the other one's end"
+    assert steps > 100, "the request waits until the running one has ended"
     assert 0 < matched[0] < 10

@@ -1,4 +1,4 @@
-"""The choices of a request: their seeds, and the one hashing of their prompt."""
+"""The choices of a request have their own seeds, and their prompt is hashed once."""
 
 from __future__ import annotations
 

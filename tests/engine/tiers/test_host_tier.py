@@ -29,7 +29,7 @@ PROMPT_TOKENS = 300
 
 
 class SlowDevice:
-    """Computing costs seconds, so everything kept is fetched, however busy the machine is."""
+    """Claims that computing takes seconds, so all kept blocks are fetched, however busy the machine is."""
 
     least_s = 0.0
 
