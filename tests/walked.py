@@ -1,4 +1,4 @@
-"""How much a garbage collection has to walk."""
+"""Measures how much a garbage collection has to walk."""
 
 from __future__ import annotations
 

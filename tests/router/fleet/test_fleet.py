@@ -342,7 +342,7 @@ async def test_an_engine_that_wants_a_key_is_what_discovery_says_it_is() -> None
         assert world.ids("org/m") == [], "a name is no sign of life"
         world.probe.pods["http://a"] = identity("pod-a", 1, "org/m", "other")
         await asyncio.sleep(1.3)
-        assert world.ids("org/m") == ["pod-a"], "its own word goes first"
+        assert world.ids("org/m") == ["pod-a"], "what the engine says of itself takes precedence"
         assert world.ids("other") == []
 
 

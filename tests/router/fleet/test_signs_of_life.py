@@ -106,7 +106,7 @@ async def test_a_pod_that_dies_is_gone_as_soon_as_in_a_small_fleet() -> None:
 
 
 async def test_another_life_is_noticed_as_soon_as_in_a_small_fleet() -> None:
-    """Messages of another epoch are no sign of life."""
+    """Messages of another epoch are not a sign that the known engine is alive."""
     world = world_of(LARGE)
     async with world.running():
         with publishing(world):

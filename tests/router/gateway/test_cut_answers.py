@@ -111,7 +111,7 @@ async def test_if_no_event_came_no_record_is_needed(name: str) -> None:
 
 
 async def test_a_stream_without_a_reason_in_the_middle_goes_on_elsewhere() -> None:
-    """The engine's events have the field for the reason."""
+    """The engine's events have the field `finish_reason`, so an end without a reason shows that the stream was cut."""
     told = "".join(story(3)[:2])
     choice = {"index": 0, "text": told, "finish_reason": None}
     head = {"id": "cut", "created": 1, "model": "m"}

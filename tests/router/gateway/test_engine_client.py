@@ -172,7 +172,7 @@ async def test_an_early_answer_to_a_large_body_is_read() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(plain(413, b"too large"))
         await writer.drain()
-        await reader.read(2**16)  # a little, and no more
+        await reader.read(2**16)  # read a little, and no more
         await over.wait()
         writer.close()
 

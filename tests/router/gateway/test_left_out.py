@@ -69,7 +69,7 @@ async def after(script: Script, *, stream: bool = True, is_telling: bool = True)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("usage", [MISS, LEFT_OUT], ids=["told", "left out"])
 async def test_a_count_that_a_telling_pod_leaves_out_is_a_miss(usage: bytes, stream: bool) -> None:
-    """It counts as a 0: it refutes the belief in the prompt, and in all that an LRU cache evicts before the prompt."""
+    """The count is taken as 0. The gateway then believes no more in the prompt, nor in what LRU evicts before it."""
     assert await after(says(usage, stream=stream), stream=stream) == ({"prompt": 1000.0, "cached": 400.0}, False)
 
 

@@ -1,4 +1,4 @@
-"""`/v1/caches`: stored once, named by requests, kept for its time, invisible to others, in memory and in Redis."""
+"""`/v1/caches`: a cache is stored once, named by requests, kept for its time, and invisible to other tenants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DONE = answers(200, orjson.dumps({"id": "1", "object": "chat.completion", "creat
 
 
 class Engine(ScriptedEngine):
-    """Says that it keeps marked prefixes, if `keeps`."""
+    """An engine that says, if `keeps`, that it keeps marked prefixes."""
 
     keeps = False
 

@@ -79,7 +79,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 async def metric(gateway: Gateway, name: str) -> dict[tuple[str, ...], float]:
-    """Return label values, the tenant first -> value, for the samples of that name that are not 0."""
+    """Return label values (the tenant first) -> value, for the samples of that name that are not 0."""
     text = (await gateway.get("/metrics")).body.decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     return {
@@ -200,7 +200,7 @@ async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
 
 
 async def test_salts_of_requests_without_keys_are_the_tenants_too(folder: Path) -> None:
-    """An engine may keep the KV of embeddings as that of chats."""
+    """An engine may cache the KV of embeddings like that of chats."""
     engine = ScriptedEngine("a", answers(200, SAID))
     async with running(engine, **settings(folder, a="isolation: tenant", c="")) as gateway:
 
