@@ -99,7 +99,7 @@ class Engine(ScriptedEngine):
 
 
 async def test_one_gateway_serves_all_of_them_by_its_rendered_command_line(any_helm: Helm, tmp_path: Path) -> None:
-    """This uses the chart's own --kube-targets over real connections. Only files' paths and pods' ports differ."""
+    """The gateway runs with the chart's --kube-targets. Only paths of files and ports of pods are replaced in them."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""The dashboards are as Grafana loads them, and every query names metrics that the programs export."""
+"""The dashboards have the form that Grafana loads, and every query names metrics that the programs export."""
 
 from __future__ import annotations
 

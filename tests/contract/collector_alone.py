@@ -90,7 +90,7 @@ def test_cycles_are_found_in_a_process_that_is_never_idle(links: int, window: in
                 most = max(most, Request.alive)
         return most
 
-    with patch.object(collector, "YOUNG", 200):  # many collections have to happen in these requests
+    with patch.object(collector, "YOUNG", 200):  # so that many collections happen during the requests
         most = asyncio.run(main())
     # The oldest generation is collected after this many new objects, if that generation has grown by a quarter.
     objects = 200 * (5 + 2) * (10 + 2)

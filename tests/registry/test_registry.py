@@ -41,9 +41,7 @@ async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_is_not(re
         await wait_until(lambda: engine.pod in gateway.loads)
         engine.keys[PrefixKey(1)] = Tier.GPU  # the engine's load counts its keys, but this publishes no change of keys
         await wait_until(lambda: gateway.loads[engine.pod].running == 1)
-        with redis.Redis.from_url(
-            redis_server.url
-        ) as client:  # the publisher counts a message only after Redis's answer
+        with redis.Redis.from_url(redis_server.url) as client:  # the publisher counts only what Redis has confirmed
             sent = client.xlen(stream_key(MODEL))
             await asyncio.sleep(0.5)
             assert client.xlen(stream_key(MODEL)) == sent

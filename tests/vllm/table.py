@@ -162,7 +162,7 @@ def measure(
 
 
 def rows(cells: Sequence[Cell]) -> Iterator[str]:
-    """The table in Markdown: the median of each cell's sittings, and all of them."""
+    """Yield the lines of the table in Markdown: for each cell the median of its sittings, and all of them."""
     yield "| policy | gateways | requests | hits, share of the attainable reuse: median | sittings | mean TTFT |"
     yield "|---|--:|--:|--:|---|--:|"
     order = sorted(cells, key=lambda cell: (cell.policy, cell.requests, cell.gateways))

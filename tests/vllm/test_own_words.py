@@ -67,7 +67,7 @@ class Front:
         """Return the seconds until `condition` is true. Raise AssertionError if that takes more than `within_s`."""
         began_s = time.monotonic()
         while not await condition():
-            assert time.monotonic() - began_s < within_s, "the gateway has not seen it"
+            assert time.monotonic() - began_s < within_s, "the gateway has not noticed"
             await asyncio.sleep(0.05)
         return time.monotonic() - began_s
 

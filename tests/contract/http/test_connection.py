@@ -1,4 +1,4 @@
-"""How a connection reads a server's bytes, cut anywhere, and whether the connection may be reused."""
+"""How a connection reads a server's bytes, wherever they are split, and whether it may be reused."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Model:
                 user.tail = self.store(tail, user.sequence.blocks[user.computed // size])
 
     def store(self, prefix: Prefix, block: int) -> int:
-        """Return the block that is cached for this prefix from now on. It replaces a block with fewer of the rows."""
+        """Return the block that is cached for this prefix from now on. Tails with fewer of its tokens are dropped."""
         size, (salt, tokens) = self.cache.block_size, prefix
         for n in range((len(tokens) - 1) // size * size + 1, len(tokens)):
             self.cached.pop((salt, tokens[:n]), None)

@@ -206,7 +206,7 @@ def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Evic
     for _ in range(60):
         hits.append(served(cache, [*shared, fresh]))
         fresh += 1
-        if len(hits) > 4:  # the cache has seen that it is shared
+        if len(hits) > 4:  # by now the cache knows that the prefix is shared
             for _ in range(4):
                 served(cache, list(range(fresh, fresh + 100)))
                 fresh += 100

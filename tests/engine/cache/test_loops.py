@@ -54,7 +54,7 @@ def test_a_part_of_a_loop_longer_than_the_pool_is_hit(index: IndexKind, eviction
     cache = PrefixCache(POOL, SIZE, index=index, eviction=eviction)
     prompts = prompts_of(pools)
     play(cache, prompts * 3)
-    assert play(cache, prompts * 3) > 0.6 / pools, "the hits are most of the part of the loop that the pool can hold"
+    assert play(cache, prompts * 3) > 0.6 / pools, "most of what the pool can hold is hit"
     cache.check_integrity()
 
 

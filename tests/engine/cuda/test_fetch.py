@@ -50,7 +50,7 @@ def test_the_choice_is_the_best_of_all_cuts(question: tuple[Prefill, Held]) -> N
 def test_beside_the_steps_of_others_the_choice_is_still_the_best(
     question: tuple[Prefill, Held], next_s: float, further: float
 ) -> None:
-    """Its time is the best or at most one block's computation longer. A prompt that waits begins after a step."""
+    """The choice is at most one block's computation slower than the best. A prompt that waits begins after a step."""
     prefill, held = replace(question[0], next_s=next_s, further_s=further * next_s), question[1]
     choice = choose(prefill, held)
     best_s = min(first_token_s(prefill, held, blocks) for blocks in range(held.blocks + 1))

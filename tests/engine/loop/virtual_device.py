@@ -80,7 +80,7 @@ class VirtualDevice:
         """Nothing to free."""
 
     def idle_s(self) -> list[float]:
-        """Return the idle seconds of the device between each two steps."""
+        """Return the idle seconds of the device between successive steps."""
         return [round(after.begun_s - before.ended_s, 9) for before, after in itertools.pairwise(self.steps)]
 
 

@@ -1,4 +1,4 @@
-"""Pins that nobody asked for: conversations while their tool runs, and prefixes before a branch."""
+"""Pins that nobody asked for keep conversations while their tool runs, and prefixes before a branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit finds the constants of a device from its steps, and is not led astray."""
+"""The fit finds the constants of a device from its steps, and odd steps do not mislead it."""
 
 from __future__ import annotations
 

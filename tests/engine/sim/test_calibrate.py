@@ -92,7 +92,7 @@ def test_every_step_is_within_the_limits(limits: Limits, seed: int) -> None:
 
 
 class CpuTimed(TorchBackend):
-    """Times a step by the CPU time of its one thread, so that other processes on the machine do not count."""
+    """Times a step by the CPU time of its one thread, so that other processes on the machine do not matter."""
 
     def _step(self, plan: StepPlan) -> StepResult:
         start_s = time.thread_time()
@@ -151,7 +151,7 @@ def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tm
         (["--kv-pool-tokens", "16"], "too small to calibrate"),
         (["--kv-pool-tokens", "64"], "kinds of steps fit the KV pool"),
         (["--kv-pool-tokens", "512", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),
-        (["--model", ".", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),  # said before anything is loaded
+        (["--model", ".", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),  # before anything is loaded
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(

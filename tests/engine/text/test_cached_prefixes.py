@@ -1,4 +1,4 @@
-"""The number of prompt tokens before a place in a conversation."""
+"""The number of prompt tokens before a place in a conversation, which is the end of one of its parts."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_nothing_is_bounded_while_no_request_is_computed_and_no_debt_remains() -
 
 
 class PacedMachine(TiersMachine):
-    """All that holds for tiers also holds if their operations take time and are bounded by others' steps."""
+    """All checks of tiers also pass if their operations take time and are bounded by other requests' steps."""
 
     tick_s = 0.004
 

@@ -1,4 +1,4 @@
-"""The file of the disk tier: whole blocks come back, and damaged ones count as missing."""
+"""The file of the disk tier: whole blocks are read back, and damaged blocks are treated as missing."""
 
 from __future__ import annotations
 

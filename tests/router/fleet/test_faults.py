@@ -261,7 +261,7 @@ async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
 
 @pytest.mark.looptime
 async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> None:
-    """The client left, or another pod also failed the request."""
+    """There is no verdict if the client left, or if another pod also failed the request."""
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]

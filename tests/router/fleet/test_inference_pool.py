@@ -193,7 +193,7 @@ async def test_a_pool_that_is_probably_a_mistake_is_warned_of(
         cluster.pools.put(pool(endpointPickerRef=None))
         await asyncio.sleep(NEWS_S)
         assert "endpointPickerRef names no Service, but --ext-proc-service is picker" in caplog.text
-        assert len(seen.sets) == 1, "none of it changes the fleet"
+        assert len(seen.sets) == 1, "none of the mistakes changes the fleet"
 
 
 @pytest.mark.looptime

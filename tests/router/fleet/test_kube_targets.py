@@ -133,7 +133,7 @@ def test_whatever_is_given_is_read_or_refused(text: str) -> None:
 
 
 async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
-    """From flags to the set, over real connections. Pods with one name in two namespaces are two engines."""
+    """This tests everything from flags to the set of pods. Pods with one name in two namespaces are two engines."""
     one, other = ScriptedApi(), ScriptedApi()
     one.put(pod("vllm-0", "10.0.0.1"))
     other.put(pod("vllm-0", "10.0.0.2"))

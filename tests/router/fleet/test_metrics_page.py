@@ -1,4 +1,4 @@
-"""The load that metrics pages of both engines tell, in present and earlier releases. Hostile pages do no harm."""
+"""The load in metrics pages of both engines, in present and earlier releases. Hostile pages do no harm."""
 
 from __future__ import annotations
 

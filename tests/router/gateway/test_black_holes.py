@@ -1,4 +1,4 @@
-"""Pods whose probes succeed and whose answers fail: they draw no traffic, and bad requests do not eject a pod."""
+"""Pods whose probes succeed and whose answers fail attract no traffic, and bad requests do not eject a pod."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_
 async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is not sent again if it is late, after a byte of an answer, or on a new connection."""
     if not said:
-        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # however soon the connection ends, it is too late
+        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # even an immediate end of the connection is too late
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 2:

@@ -178,7 +178,7 @@ async def test_a_bomb_is_refused_at_the_bound_and_other_requests_get_their_turn_
         answer = await client.answer()
         counting.cancel()
     assert answer.status == 413
-    assert turns >= 16 * MIB / OUTPUT_SLICE_BYTES / 2, "slices without a turn for others in between"
+    assert turns >= 16 * MIB / OUTPUT_SLICE_BYTES / 2, "other tasks got no turn between slices"
 
 
 async def test_a_body_whose_compression_makes_nothing_is_bounded_too() -> None:

@@ -394,7 +394,7 @@ async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -
 
 
 async def test_an_operator_sees_the_decision_that_a_tenant_gets(folder: Path) -> None:
-    """An isolated tenant's keys have its salt: a decision without the tenant's name sees none of its warm prefixes."""
+    """An isolated tenant's keys have its salt. Without the tenant's name, a decision sees none of its warm prefixes."""
     engines = [ScriptedEngine(name, answers(200, SAID)) for name in "ab"]
     kept = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
     more: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}]}

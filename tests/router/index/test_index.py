@@ -133,7 +133,7 @@ def test_a_dropped_pod_is_gone_at_once_and_its_memory_after_sweeping() -> None:
 
 
 def test_slots_are_used_again_after_sweeping() -> None:
-    """Without that every snapshot would widen every mask for ever."""
+    """Otherwise every snapshot would widen every mask for ever."""
     index = PrefixIndex()
     for _ in range(100):
         index.replace(POD, (chain("a", 50), (), ()))

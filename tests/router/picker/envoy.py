@@ -50,7 +50,7 @@ def config(
 ) -> dict[str, Any]:
     """`engines`: Envoy's list of endpoints, from which the picker picks. None: Envoy uses any address that it names.
 
-    `mode`: how bodies are sent; `answers`: another mode for bodies of answers. `subset`: endpoints always allowed.
+    `mode`: how bodies are sent. `answers`: another mode for bodies of answers. `subset`: the only endpoints allowed.
     """
     bodies = answers or mode
     filters: list[dict[str, Any]] = []

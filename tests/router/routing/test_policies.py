@@ -323,7 +323,7 @@ def test_noise_in_learnt_speeds_sends_new_prefixes_to_no_favourite() -> None:
 
 
 def test_a_fleet_of_which_little_is_known_counts_as_equally_fast() -> None:
-    """After a few answers each, fits lean on the prior, some more than others."""
+    """After a few answers from each pod, the fitted constants still lean on the prior, some more than others."""
     pods = [
         replace(pod, cost=replace(COST, token_s=COST.token_s * factor), cost_is_prior=True)
         for pod, factor in zip(idle(8), (4.5, 1.0, 3.0, 2.0, 4.5, 1.2, 2.5, 4.5), strict=True)

@@ -21,7 +21,7 @@ SAME = math.log(1.5)
 
 
 class Pods:
-    """Two pods, one of which, at random, answers every tenth of a second."""
+    """Two pods. Every tenth of a second, one of them gives an answer, chosen at random."""
 
     def __init__(self, *, noise: float = 0.0, slower: float = 1.0, seed: int = 1) -> None:
         self.pool = SpeedPool()
