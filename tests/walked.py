@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Leave all objects that exist out of collections, and of `walked`."""
+    """Exclude all existing objects from collections, and from `walked`."""
     gc.collect()
     gc.freeze()
     try:

@@ -22,7 +22,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture(autouse=True)
 def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let programs freeze objects, which `tests/conftest.py` prevents. Its own frozen objects are thawed meanwhile."""
+    """Let programs freeze objects, which `tests/conftest.py` prevents. Thaw meanwhile what that file has frozen."""
     monkeypatch.setattr(collector, "gc", gc)
     gc.unfreeze()
     yield

@@ -27,7 +27,7 @@ BIAS = 8.0
 
 def words(checkpoint: Path) -> dict[str, float]:
     """Return a bias towards tokens that are whole words. With the bias, the tokenizer turns the model's text into the
-    tokens that the model wrote, as with a trained model. With random weights alone it would often find others."""
+    tokens that the model wrote, as with a trained model. With random weights alone it would often find other tokens."""
     tokenizer = Tokenizer.from_path(checkpoint)
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
     chosen = [i for i, text in texts.items() if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]
@@ -35,7 +35,7 @@ def words(checkpoint: Path) -> dict[str, float]:
 
 
 def asked(number: int, bias: dict[str, float]) -> tuple[Endpoint, dict[str, Any]]:
-    """Return a request for a stream. Numbers go through the endpoints; some are greedy, some sampled with a seed."""
+    """Return a request for a stream. The number decides its endpoint, and whether it is greedy or has a seed."""
     text = f"Question {number}: what does page {number} of the handbook say about restarts?"
     how = {"temperature": 0.0} if number % 2 else {"seed": number}
     shared = {"model": "tiny", "ignore_eos": True, "logit_bias": bias, "stream": True, **how}

@@ -1,1 +1,1 @@
-"""Emulates a CUDA card for machines without one: the CPU computes for `torch.cuda`, as late as streams may run."""
+"""Emulates a CUDA card on machines without one. The CPU computes, as late as the order of the streams allows."""

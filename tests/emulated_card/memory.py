@@ -15,7 +15,7 @@ _ROUND = 512
 _POISON = 0xFF
 """As every byte of a number: NaN in each floating-point type, -1 in each signed integer type."""
 _POISONED = 1 << 28
-"""Larger regions, in bytes, are not poisoned: tests allocate them for their addresses and touch little of them."""
+"""Regions of more bytes are not poisoned: tests allocate them for their addresses and touch little of them."""
 
 
 def poison(data: Tensor) -> None:

@@ -92,7 +92,7 @@ async def create(fronts: Fronts, **fields: str) -> str:
 
 
 async def test_a_cache_stored_once_is_reused_by_all_requests_that_name_it(fronts: Fronts) -> None:
-    """Either gateway sends the request to the pod that has the cache; the answer is that to the whole prompt."""
+    """Either gateway sends the request to the pod that has the cache. The answer is the same as to the whole prompt."""
     name = await create(fronts)
     pods = set()
     for number, question in enumerate(QUESTIONS):

@@ -43,7 +43,7 @@ def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch
     out = Poisoned(rows, outputs, dtype, device)
     linear(x, weight, bias, out.tensor)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    # Sums are in float32. If terms cancel, the error still is as for a sum of the terms' size.
+    # Sums are in float32. If terms cancel, the error is still in proportion to the terms, not to their sum.
     sizes = exact.abs().maximum((x.double().abs() @ weight.double().abs().T) * 2.0**-6)
     assert units_off(out.tensor, exact, sizes) <= UNITS_OFF[dtype]
     assert out.guards_stand()

@@ -289,7 +289,7 @@ def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache() -> None:
 
 
 def test_one_request_whose_duplicates_fill_the_pool_goes_on() -> None:
-    """The request's last prompt block is cached already and computed again. Both together need five blocks of four."""
+    """The last prompt block is cached already and computed again. Keeping both needs five blocks; there are four."""
     scheduler = make(blocks=4, block_size=2)
     scheduler.add(Request(0, [1, 2, 3, 4], max_tokens=1))
     drain(scheduler)

@@ -1,4 +1,4 @@
-"""A fetch whose copies do not end is given up in time, whatever its request waits behind."""
+"""A fetch whose copies do not end is given up in time, whichever requests are ahead of its own."""
 
 from __future__ import annotations
 

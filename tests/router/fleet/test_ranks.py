@@ -1,4 +1,4 @@
-"""An engine with data-parallel ranks counts as one pod for each rank, with one record of faults and one probe."""
+"""Each data-parallel rank of an engine is treated as a pod. The ranks share one record of faults and one probe."""
 
 from __future__ import annotations
 

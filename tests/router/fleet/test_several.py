@@ -1,4 +1,4 @@
-"""Several discoveries joined to one. It yields the union of their sets in any order, also if one source fails."""
+"""Several discoveries joined into one, which yields the union of their sets, in any order and if one of them fails."""
 
 from __future__ import annotations
 

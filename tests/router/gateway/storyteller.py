@@ -92,7 +92,7 @@ class Storyteller(ScriptedEngine):
         return response
 
     def _events(self, path: str, fields: dict[str, Any], told: list[str], begun: int) -> Iterator[tuple[int, bytes]]:
-        """Yield each event with its place in the story; the events behind the last word continue the count."""
+        """Yield each event with its place in the story. The events after the last word continue the count."""
         is_chat = path == Endpoint.CHAT
         head = {"id": f"x-{next(_ids)}", "object": "o", "created": 1000 + next(_ids), "model": "m"}
         options = fields.get("stream_options") or {}

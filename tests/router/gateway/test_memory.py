@@ -101,7 +101,7 @@ async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
 @pytest.mark.timeout(2 * DEADLINE_S)
 async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> None:
-    """Bodies take 115 MiB, and answers up to their budget, from which bytes are taken off once the kernel has them."""
+    """Bodies take 115 MiB. Answers take at most their budget, which does not count bytes that the kernel has taken."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=READERS)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
     engine = await asyncio.start_server(_answer, sock=listening, limit=MIB)

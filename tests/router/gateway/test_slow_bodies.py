@@ -107,7 +107,7 @@ async def test_the_rate_is_that_of_each_window_and_not_the_average(monkeypatch: 
 
 @pytest.mark.parametrize("why", ["no key", "too large", "too many requests", "no room", "no such path"])
 async def test_a_refused_body_is_not_read_on(why: str, monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
-    """The client gets its answer, and the connection closes although the client goes on sending."""
+    """The client gets its answer, and the connection closes although the client continues to send."""
     monkeypatch.setattr(door, "LINGER_S", 0.1)
     every: dict[str, dict[str, Any]] = {
         "no key": {"api_keys_file": keys},

@@ -55,7 +55,7 @@ def form(*parts: Part, model: str | None = "m", sound: bytes = SOUND) -> bytes:
 
 
 def late(model: str, sound: bytes = SOUND) -> bytes:
-    """Return a form with the model behind the file, as curl and the JavaScript client write it."""
+    """Return a form with the model after the file, as curl and the JavaScript client write it."""
     return written([Part("file", sound, "a.wav", "audio/wav"), Part("model", model.encode())])
 
 

@@ -85,7 +85,7 @@ async def test_what_an_engine_may_not_get_waits_and_goes_by_priority() -> None:
         assert [answer.status for answer in await asyncio.gather(*tasks)] == [200] * 5
         assert gate.refused == 0
         order = prompts(engine)
-        # The first is number 1. After it, a request of low priority may go ahead, because these have a share.
+        # The first is number 1. After it, a request of low priority may go ahead, because low priorities have a share.
         assert order[0] == 1
         assert order.index(1) < order.index(3)
         assert order.index(4) < order.index(2)

@@ -256,7 +256,7 @@ def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: fl
 
 
 def test_a_group_that_does_not_come_out_in_whole_pods_burdens_none_of_them() -> None:
-    """30 % of the load are 2.4 of 8 pods. A group of two would give each of them 1.2 times its share."""
+    """30 % of the load is as much as 2.4 of 8 pods can take. In a group of two, each would have 1.2 times its share."""
     served = Counter(conversations(groups_policy(), PODS, 0.3))
     assert max(served.values()) <= 1.15 * served.total() / len(PODS)
 

@@ -163,7 +163,7 @@ def test_reports_add_what_other_gateways_sent_until_they_are_stale() -> None:
 
 
 def test_a_row_stands_while_its_report_is_fresh_and_not_beyond() -> None:
-    """A row is what is known of a pod. Otherwise every row of hundreds would be made anew for every request."""
+    """A row says what is known of a pod. If rows did not last, hundreds of them would be made for every request."""
     state = PodState()
     state.report(LoadReport(running=1, decoding=1, cost=COST), now_s=10.0)
     until_s = state.row(10.0).valid_until_s

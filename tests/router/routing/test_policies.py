@@ -75,7 +75,7 @@ def chosen(name: str, request: RequestInfo, pods: Sequence[PodView]) -> PodId:
 
 
 def nearly_best(scores: Sequence[PodScore], tie: float = 0.6) -> list[int]:
-    """Return the pods with the lowest score, and for `predicted_ttft` the pods that README.md counts as equal."""
+    """Return the pods with the lowest score, and for `predicted_ttft` those that are equal by README.md."""
     best = min(range(len(scores)), key=lambda i: scores[i].score)
     own_s = max(score.parts.get("own_s", 0.0) for score in scores if score.score == scores[best].score)
     warm = [i for i, score in enumerate(scores) if "tied_uneven_s" in score.parts] or range(len(scores))
