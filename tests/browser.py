@@ -58,7 +58,7 @@ class Browser:
                     if found := re.search(rb"DevTools listening on ws://127\.0\.0\.1:(\d+)/", line):
                         port = int(found[1])
                         break
-            drain = asyncio.create_task(process.stderr.read())  # or Chromium stops when the pipe is full
+            drain = asyncio.create_task(process.stderr.read())  # otherwise Chromium stops when the pipe is full
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
                     pages = [page for page in await answer.json() if page["type"] == "page"]

@@ -49,7 +49,7 @@ def pytest_configure() -> None:
 
 
 class UnusedCollector:
-    """The module `gc` for programs that a test runs in its own process: they change thresholds, and collect nothing."""
+    """Replaces `gc` for programs that a test runs in its own process: they change thresholds and collect nothing."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the same attribute of `gc`."""
@@ -87,7 +87,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the processes of `-n auto`: two more than there are cores.
+    """Return the number of processes for `-n auto`: two more than there are cores.
 
     Many tests spend most of their time waiting for programs that start and for clocks of other processes. Meanwhile a
     core would be idle.
@@ -98,9 +98,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True)
 def same_draws(request: pytest.FixtureRequest) -> None:
-    """`random` draws the same in every run of a test: seeds that a request leaves open, jitter of probes.
+    """Seed `random` by the test's name. The product draws from it, such as the seed of a request that names none.
 
-    Otherwise a test that a rare draw breaks fails once in hundreds of runs, on somebody else's machine.
+    Without this, a rare draw would make a test fail once in hundreds of runs, on somebody else's machine.
     """
     random.seed(zlib.crc32(request.node.nodeid.encode()))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 _EXACT: dict[str, np.ufunc] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-"""What the operations of the language compute, by name."""
+"""The NumPy functions for the operations of Triton's language, by name."""
 
 
 def interpret_kernels() -> None:
@@ -29,7 +29,7 @@ def interpret_kernels() -> None:
 
 @cache
 def set_up_interpreter() -> None:
-    """Have kernels interpreted in this process, with sums in one order and without the interpreter's slowest habits.
+    """Have kernels interpreted in this process, with sums in one order and without the interpreter's slowest steps.
 
     A second call does nothing. Raises RuntimeError if Triton was imported before, for compiling.
     """
@@ -59,7 +59,7 @@ def _sum_in_one_order() -> None:
 
 
 def _replace_the_language_once() -> None:
-    """Replace the functions of Triton's language once and for all.
+    """Replace the functions of Triton's language once, instead of at every launch.
 
     The interpreter replaces some 600 of them at every launch, and at every call of a function in a kernel. A process
     that interprets never needs the originals, which are for compiling.
@@ -73,7 +73,7 @@ def _replace_the_language_once() -> None:
 
 
 def _check_overflow_in_one_step() -> None:
-    """Check sums and products of integers for overflow, as the interpreter does with a dozen of its own operations."""
+    """Check sums and products of integers for overflow in one step. The interpreter does it with a dozen operations."""
     from triton.language.semantic import TritonSemantic
 
     def check(self: Any, a: Any, b: Any, operation: Callable[..., Any]) -> None:
@@ -108,7 +108,7 @@ def _copy_back_only_copies() -> None:
 def product(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """a [..., M, K] times b [..., K, N] -> [..., M, N] of `dtype`, summed from the first to the last of K.
 
-    The bits of an element depend on its row of `a` and its column of `b` alone, on every machine.
+    On every machine, the bits of an element depend only on its row of `a` and its column of `b`.
     """
     # A sum along an axis that is not the last one adds whole rows, one after the other.
     a = np.ascontiguousarray(np.moveaxis(a, -1, 0), dtype=dtype)

@@ -1,8 +1,8 @@
-"""The pictures of README.md, taken anew: `make pictures`, or `python -m tests.pictures [FOLDER]`; some five minutes.
+"""Takes the pictures of README.md anew, in some five minutes: `make pictures`, or `python -m tests.pictures [FOLDER]`.
 
-Plays `make demo`, looks at the gateway's live page while requests are under way, and at the report when it is
-written. Needs chromium, a package of Debian's. Exit status 1 when the demo fails, or when the pictures are larger
-than a README should load. The default folder is `.ci/pictures`.
+It runs `make demo`, takes a picture of the gateway's live page while requests are under way, and of the report once
+that is written. It needs chromium, a Debian package. The exit status is 1 if the demo fails, or if the pictures are
+larger than a README should load. The default folder is `.ci/pictures`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tests.browser import Browser
 
 WIDTH = 1400
 LIVE_HEIGHT, REPORT_HEIGHT = 1000, 1150
-"""Pixels: what somebody sees of each page without scrolling on a large screen."""
+"""Heights of the pictures in pixels: as much of each page as fits a large screen."""
 COLOURS = 128
-"""Colours of a picture's palette: flat charts and text need no more, and then take a third of the bytes."""
+"""The number of colours in a picture. Flat charts and text need no more, and the file has a third of the bytes."""
 MOST_BYTES = 400_000
-"""Bytes of both pictures together: every reader of the README loads them."""
+"""The most bytes that both pictures may have together, because every reader of the README loads them."""
 LAST_ARM = "predicted_ttft"
 DEADLINE_S = 900.0
 _WATCH = re.compile(r"watch it live at (http://\S+)")
 
 
 async def live_page(browser: Browser, url: str) -> bytes:
-    """Return a PNG of the page at `url` once it shows prefixes, and decisions of the policy that is played last."""
+    """Return a PNG of the page at `url` once it shows prefixes, and decisions of the policy that is compared last."""
     await browser.looks(WIDTH, "light", LIVE_HEIGHT)
     await browser.open(url)
     rows = "[...document.querySelectorAll('#decision-rows tr')]"

@@ -1,9 +1,10 @@
-"""The tests that compute, as other processors would compute them.
+"""Runs the tests that compute with floating-point numbers as if on other processors.
 
     python -m tests.processors [zen|haswell|nehalem|skylake-avx512 ...] [-- FLAGS OF PYTEST]
 
 BLAS, oneDNN, torch and NumPy choose their kernels by the processor, and other kernels sum in another order. Each
-library has a variable that makes it choose as on another processor, whose instructions this one must have.
+library has an environment variable that makes it choose as on another processor. This processor must have the
+instructions of the other one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COMPUTING = (
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the libraries call the processor, and the names of NumPy's kernels that it cannot run."""
+    """The libraries' names for a processor. `without`: how the names of NumPy's kernels begin that it cannot run."""
 
     openblas: str
     onednn: str
@@ -54,9 +55,9 @@ PROCESSORS = {
     "nehalem": Processor("Nehalem", "SSE41", "SSE4_2", "default", ("AVX", "F16C", "FMA", "X86_V3", "X86_V4")),
     "skylake-avx512": Processor("SkylakeX", "AVX512_CORE", "AVX512", "avx512"),
 }
-"""AMD's and Intel's without AVX-512, one without AVX, and one with AVX-512."""
+"""AMD's and Intel's processors without AVX-512, one without AVX, and one with AVX-512."""
 USUAL = ("zen", "nehalem")
-"""Every x86-64 processor of the last ten years can stand in for both, and the two are as unlike as can be."""
+"""Every x86-64 processor of the last ten years can compute as these two, which differ most from each other."""
 
 
 def main() -> int:

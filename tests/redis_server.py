@@ -45,9 +45,9 @@ class RedisServer:
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[redis.Redis]:
-        """Give the address to another, empty server. The old one lives on, and its clients stay connected to it.
+        """Give the address to another, empty server. The old server continues, and its clients stay connected to it.
 
-        Yields a client of the old one.
+        Yields a client of the old server.
         """
         old = self._process
         assert old is not None

@@ -1,4 +1,4 @@
-"""Pages: what they name exists, READMEs are short, figures have a command and a date, reasons have a date."""
+"""What pages name exists, READMEs are short, figures have a command and a date, and reasons have a date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENERATED = re.compile(r"<!-- generated -->.*?<!-- end of generated -->", re.DOT
 CODE = re.compile(r"^```[\s\S]*?^```$|^ {4}.*$", re.MULTILINE)
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 RUN = re.compile(r"`[^`]*(?:python -m |make |warmroute-|tests/|pytest|curl |docker )[^`]*`|\b[Bb]y hand\b")
-"""What was run, so that a reader can run it again; "by hand" says that nothing in the tree does it."""
+"""Matches a command that a reader can run again, or "by hand", which says that no command in the tree does it."""
 README_WORDS = 600
 TABLE_COLUMNS = 140
 PAGES = sorted(
@@ -45,7 +45,7 @@ def anchors(text: str) -> set[str]:
 
 
 def undated(text: str) -> list[str]:
-    """Return the paragraphs of a page of decisions, below its head, that do not begin with a date."""
+    """Return the paragraphs of a page of decisions, after its introduction, that do not begin with a date."""
     paragraphs = [each for each in re.split(r"\n{2,}", text.strip()) if not each.startswith("#")]
     return [each for each in paragraphs[1:] if not re.match(r"\*\*20\d\d-\d\d-\d\d\.", each)]
 

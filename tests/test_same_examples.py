@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 
 def drawn() -> list[object]:
-    """Return what a test and a state machine draw."""
+    """Return the examples that a test and a state machine draw."""
     found: list[object] = []
 
     @settings(max_examples=100, database=None)
@@ -22,7 +22,7 @@ def drawn() -> list[object]:
         found.append(drawn)
 
     class Machine(RuleBasedStateMachine):
-        """An integer decides which rules an example may use, so constants change this too."""
+        """Hypothesis draws an integer to decide which rules an example may use, so constants change this, too."""
 
         @rule(number=st.integers(0, 3))
         def first(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""How much a garbage collection has to walk."""
+"""Measures how much a garbage collection has to walk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Leave all objects that exist out of collections, and of `walked`."""
+    """Exclude all existing objects from collections, and from `walked`."""
     gc.collect()
     gc.freeze()
     try:

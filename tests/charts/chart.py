@@ -1,4 +1,4 @@
-"""Render the chart with both helms, each combination once."""
+"""Renders the chart with helm 3 and helm 4, with each combination of values once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RenderError(Exception):
 
 
 def kube_version(values: Path | None) -> str:
-    """The oldest Kubernetes that a values file is for: its line `# kube-version: X`, or the chart's oldest."""
+    """Return the oldest Kubernetes for a values file, which its line `# kube-version: X` names; else the chart's."""
     match = re.search(r"^# kube-version: (\S+)$", values.read_text(), re.MULTILINE) if values else None
     return match[1] if match else f"{OLDEST}.0"
 
@@ -107,7 +107,7 @@ def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def containers(template: Object) -> list[Object]:
-    """Return every container of a pod, including those that run first."""
+    """Return every container of a pod, including init containers."""
     return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 

@@ -24,7 +24,7 @@ TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "
 """Labels that Prometheus itself puts on every series of a ServiceMonitor or PodMonitor."""
 
 Names = Mapping[str, frozenset[str]]
-"""Labels by the name of a sample."""
+"""The labels of each sample, by the sample's name."""
 
 
 def gateway_text() -> str:
@@ -125,7 +125,7 @@ def samples(text: str) -> Names:
     """Return the labels of every sample in a `/metrics` text."""
     found: dict[str, frozenset[str]] = {}
     for family in text_string_to_metric_families(text):
-        assert family.samples, f"{family.name} has no sample here: make one above"
+        assert family.samples, f"{family.name} has no sample here: have it happen above"
         for sample in family.samples:
             found[sample.name] = found.get(sample.name, frozenset()) | frozenset(sample.labels)
     return found

@@ -64,7 +64,7 @@ SCHEMAS: dict[str, Schema] = {
             },
             appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
             endpointPickerRef=closed(
-                ("name", "port"),  # of a Service the port is required
+                ("name", "port"),  # for a Service, the port is required
                 group=GROUP,
                 kind=KIND,
                 name=NAME,
@@ -86,7 +86,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def definition(kind: str) -> dict[str, Any]:
-    """Return a CustomResourceDefinition of the kind with its spec, for a cluster that has none."""
+    """Return a CustomResourceDefinition of the kind and its spec, for a cluster that does not have the kind."""
     schema = SCHEMAS[kind]["properties"]
     group, _, version = schema["apiVersion"]["const"].partition("/")
     plural = f"{kind.lower()}s"
@@ -95,7 +95,7 @@ def definition(kind: str) -> dict[str, Any]:
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{plural}.{group}",
-            # The API server requires this of Kubernetes' own groups.
+            # The API server requires this annotation in Kubernetes' own groups.
             "annotations": {"api-approved.kubernetes.io": "unapproved, of a test of warmroute"},
         },
         "spec": {
@@ -121,7 +121,8 @@ def definition(kind: str) -> dict[str, Any]:
 
 
 def _structural(schema: Any) -> Any:
-    """Return the schema in the form of definitions: unknown fields are dropped, not refused, and nothing is unique."""
+    """Return the schema in the form that definitions require, which have no `additionalProperties: false` and no
+    `uniqueItems`."""
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if key != "uniqueItems"}

@@ -1,4 +1,4 @@
-"""promtool plays the alert rules: none fires on a healthy fleet, and each fires alone in its own trouble."""
+"""promtool runs the alert rules: on a healthy fleet none fires, and for each fault only its own alert fires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINE = 'namespace="ns",job="ns/rel-warmroute-engine",pod="e-0",model_name="m"'
 HOUR, DAY = 60, 25 * 60
 """Minutes that a scenario lasts. The long scenario is for the alert that looks back for a day."""
 EVERY = {HOUR: "1m", DAY: "5m"}
-"""How often the rules are evaluated: a day of minutes takes promtool seven seconds."""
+"""How often the rules are evaluated. promtool would take seven seconds to evaluate them every minute of a day."""
 
 
 def gateway(name: str, **labels: str) -> str:

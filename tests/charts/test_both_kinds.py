@@ -48,7 +48,7 @@ def test_the_command_line_has_every_set_with_what_is_its_own(any_helm: Helm) -> 
     assert mounted[str(qwen.key_file)] == ("vllm", "token")
     assert gemma.key_file is None
     settings = load(container(template, "gateway"))
-    assert settings.engine_api_key_file is None, "no key is for all engines"
+    assert settings.engine_api_key_file is None, "there is no key for all engines"
     assert set(settings.models) == {"llama", "sim", "Qwen/Qwen3-8B", "google/gemma-3-4b-it"}
     labels = dict(term.split("=") for term in own.selector.split(","))
     engines = [thing for thing in of_kind(objects, "Deployment") if "-engine-" in thing["metadata"]["name"]]
@@ -99,7 +99,7 @@ class Engine(ScriptedEngine):
 
 
 async def test_one_gateway_serves_all_of_them_by_its_rendered_command_line(any_helm: Helm, tmp_path: Path) -> None:
-    """This uses the chart's own --kube-targets over real connections. Only files' paths and pods' ports differ."""
+    """The gateway runs with the chart's --kube-targets. Only paths of files and ports of pods are replaced in them."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -47,7 +47,7 @@ def selects(selector: Object, labels: dict[str, str]) -> bool:
 
 
 def is_peer(peer: Object, party: Party, policy: Object) -> bool:
-    """Whether `from` or `to` names the party."""
+    """Whether an entry of a policy's `from` or `to` selects the party."""
     if "ipBlock" in peer:
         return False
     labels = {"kubernetes.io/metadata.name": party.namespace, **NAMESPACE_LABELS.get(party.namespace, {})}
@@ -60,7 +60,7 @@ def is_peer(peer: Object, party: Party, policy: Object) -> bool:
 
 
 def passes(policies: list[Object], here: Party, there: Party | None, port: int, direction: str) -> bool:
-    """Whether the policies of `here` allow the connection. `there` None: an address outside. `port`: the receiver's."""
+    """Whether policies of `here` allow a connection with `there` (None: an outside address) to the receiver's port."""
     receiver = here if direction == "ingress" else there
     kind = direction.capitalize()
     own = [p for p in policies if selects(p["spec"]["podSelector"], here.labels) and kind in p["spec"]["policyTypes"]]
@@ -133,7 +133,7 @@ def gateway_of(objects: list[Object]) -> tuple[Party, Object]:
 
 
 def test_the_operators_port_is_closed_but_for_those_that_values_name(any_helm: Helm) -> None:
-    """A policy keeps others out, and so does the loopback address in the pod. No Service leads to the port."""
+    """A policy keeps others out, and by default the program listens only on loopback. No Service has the port."""
     closed = any_helm.render()
     gateway, program = gateway_of(closed)
     assert gateway.ports["admin"] == 8081

@@ -55,5 +55,5 @@ def test_keys_and_hosts_are_in_it(helms: dict[str, Helm | str], monkeypatch: pyt
 def test_it_says_when_there_are_no_engines(helms: dict[str, Helm | str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = notes(helms, CHART / "ci" / "default-values.yaml", monkeypatch)
     assert "NO ENGINES" in text
-    assert "not Ready" not in text, "a gateway without engines is Ready, and says so to clients"
+    assert "not Ready" not in text, "a gateway without engines is Ready, and tells clients that it has none"
     assert "models.qwen3.source=" in text

@@ -84,7 +84,7 @@ def test_no_variable_is_given_twice_and_the_users_wins(any_helm: Helm) -> None:
 
 
 def test_a_variable_comes_after_those_it_refers_to(any_helm: Helm) -> None:
-    """Kubernetes expands $(NAME) only for variables that come before."""
+    """Kubernetes expands $(NAME) only for variables that are listed earlier."""
     for _, template in pod_templates(any_helm.render(DEMO)):
         for one in containers(template):
             names = [variable["name"] for variable in one.get("env", [])]
@@ -150,7 +150,7 @@ def test_what_fetches_a_checkpoint_ends_when_told(any_helm: Helm) -> None:
 
 
 def test_what_fetches_from_the_hub_gets_the_models_variables(any_helm: Helm) -> None:
-    """A cluster's proxy may be one of them. The chart's own variables stay."""
+    """The variables may name a cluster's proxy. The chart's own variables stay."""
     model = {
         "source": "hf://Qwen/Qwen3-8B",
         "huggingFace": {"endpoint": "https://hub", "tokenSecret": "hub"},
@@ -189,7 +189,7 @@ def test_gpu_pools_need_no_spare_gpu_to_roll(any_helm: Helm) -> None:
 
 
 def test_a_model_may_take_back_what_the_defaults_give(any_helm: Helm) -> None:
-    """It may do so by false and by an empty list, too."""
+    """`false` and an empty list override defaults, too."""
     objects = any_helm.render(CHART / "ci" / "gpu-values.yaml")
     cached, claim, node = (
         named(objects, "Deployment", f"rel-warmroute-engine-{name}")["spec"]["template"]["spec"]

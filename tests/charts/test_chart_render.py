@@ -119,7 +119,7 @@ def test_objects_are_in_their_namespace(any_helm: Helm) -> None:
         elsewhere = {"bare-values": "elsewhere"}.get(values.stem, "ns")
         for thing in any_helm.render(values):
             if thing["kind"] == "ConfigMap" and values.stem == "hooks-values":
-                continue  # the user's own
+                continue  # an object of the user's own
             is_role = thing["kind"] in ("Role", "RoleBinding")
             engines = {
                 "existing-values": {"inference", "batch"},
@@ -131,7 +131,7 @@ def test_objects_are_in_their_namespace(any_helm: Helm) -> None:
 
 
 def test_an_upgrade_of_the_chart_alone_restarts_nothing(any_helm: Helm, tmp_path: Path) -> None:
-    """The chart's version is in no pod and in no selector, which could not be changed."""
+    """The chart's version is in no pod and in no selector. Kubernetes would not let an upgrade change a selector."""
     for thing in any_helm.render(CHART / "values-demo.yaml"):
         spec = thing.get("spec", {})
         inner = json.dumps([spec.get("selector"), spec.get("template", {}).get("metadata")])

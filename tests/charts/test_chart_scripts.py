@@ -26,7 +26,7 @@ KEY = "sk-test"
 
 @dataclass(slots=True)
 class Gateway:
-    """`pods` and `cached`: which pod answers the n-th request, and its cached tokens in the usage (None: left out)."""
+    """Its n-th answer names the n-th of `pods`, and its usage the n-th of `cached` tokens (None: not named)."""
 
     pods: list[str | None]
     cached: list[int | None]
@@ -186,7 +186,7 @@ async def test_the_comparison_waits_for_the_operators_port() -> None:
         port = free.getsockname()[1]
     async with serving(gateway) as url:
         waiting = asyncio.create_task(run_script("wait_engines.py", url, "3", "60", f"http://127.0.0.1:{port}"))
-        await wait_until(lambda: gateway.admitted >= 4, 60)  # it was asked again although its engines are there
+        await wait_until(lambda: gateway.admitted >= 4, 60)  # the script asks on, although the engines are there
         assert not waiting.done()
         async with serving(operators, port):
             status, output = await waiting

@@ -170,7 +170,7 @@ def test_own_and_existing_engines_are_followed_together(any_helm: Helm) -> None:
 
 
 def test_a_single_set_of_existing_engines_may_be_a_mapping(any_helm: Helm) -> None:
-    """Values of older releases have a mapping. A set without a selector counts as none."""
+    """Values of older releases have a mapping. A set without a selector is ignored."""
     one = {"selector": {"app": "vllm"}, "namespace": "", "port": 8000, "model": "m", "apiKeySecret": "s"}
     rendered = [any_helm.render({"engines.existing": form}) for form in (one, [one])]
     assert [thing for thing in rendered[0] if thing["kind"] != "Secret"] == [
@@ -227,7 +227,7 @@ def test_a_flag_that_no_program_has_is_noticed(any_helm: Helm) -> None:
 
 
 def test_sources_from_the_hub_use_flags_that_the_client_has(any_helm: Helm) -> None:
-    """The flags are those of `hf download` in huggingface_hub, which tokenizers installs."""
+    """The flags are those of `hf download` in huggingface_hub, on which the package tokenizers depends."""
     from click.testing import CliRunner
     from huggingface_hub.cli.hf import app
 

@@ -63,11 +63,11 @@ def job(helm: Helm, *flags: str) -> Object:
     ],
 )
 def test_a_job_whose_pods_change_is_another_job(any_helm: Helm, flag: str) -> None:
-    """Kubernetes refuses other pods for a Job that exists, and helm would then fail in the middle of an upgrade."""
+    """Kubernetes refuses to change the pods of an existing Job, so helm would fail in the middle of an upgrade."""
     before, after = job(any_helm), job(any_helm, "--set", flag)
     is_same = before["spec"]["template"] == after["spec"]["template"]
     assert (before["metadata"]["name"] == after["metadata"]["name"]) is is_same
-    assert is_same is flag.startswith("engines")  # the model of that file has replicas of its own
+    assert is_same is flag.startswith("engines")  # the model in LOADGEN sets its own replicas
 
 
 def test_a_change_of_how_long_a_job_is_kept_makes_no_new_job(any_helm: Helm) -> None:
@@ -110,7 +110,7 @@ async def test_programs_listen_on_ipv4_and_ipv6(any_helm: Helm, deployment: str,
 
 
 def test_what_replaces_a_variable_may_refer_to_the_users_others(any_helm: Helm) -> None:
-    """Kubernetes expands $(NAME) only for variables that come before."""
+    """Kubernetes expands $(NAME) only for variables that are listed earlier."""
     secret = {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
     own = [
         {"name": "REDIS_KEY", **secret},

@@ -37,7 +37,7 @@ def test_each_tier_has_its_flags_and_its_place(any_helm: Helm, model: str) -> No
             size = spec["resources"]["requests"]["storage"]
             assert spec.get("storageClassName") == ("fast" if model == "own-volume" else None)
         room = int(size.removesuffix("Mi")) * 2**20 / settings.disk_cache_bytes
-        assert 1.05 <= room <= 1.06, "no more is kept there than the volume holds, file system included"
+        assert 1.05 <= room <= 1.06, "the volume has room for the tier and for the file system's own data"
     if model == "shared":
         assert volumes["kv-shared"]["persistentVolumeClaim"] == {"claimName": "kv"}
         assert mounts["kv-shared"]["subPath"] == "kv"

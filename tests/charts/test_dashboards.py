@@ -1,4 +1,4 @@
-"""The dashboards are as Grafana loads them, and every query names metrics that the programs export."""
+"""The dashboards have the form that Grafana loads, and every query names metrics that the programs export."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_panels_lie_side_by_side(path: Path) -> None:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         for cell in itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])):
-            assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
+            assert cell not in taken, f"{panel['title']} overlaps {taken[cell]}"
             taken[cell] = panel["title"]
 
 
@@ -170,7 +170,7 @@ def test_every_metric_has_a_place() -> None:
     shown = " ".join(query for path in DASHBOARDS for query in queries(load(path)))
     families = [*text_string_to_metric_families(gateway_text()), *text_string_to_metric_families(engine_text())]
     names = {family.name for family in families if not family.name.endswith("_created")}
-    assert {name for name in names if name not in shown} == {"warmroute_gateway_discovery_synced"}, "the age says more"
+    assert {name for name in names if name not in shown} == {"warmroute_gateway_discovery_synced"}, "its age is shown"
 
 
 def test_the_configmaps_hold_the_files(any_helm: Helm) -> None:

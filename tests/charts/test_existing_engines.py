@@ -1,4 +1,4 @@
-"""The names on the chart's page about a gateway in front of vLLM and SGLang exist."""
+"""What the chart's page on vLLM and SGLang names exists: flags, metrics, alerts, values and paths."""
 
 from __future__ import annotations
 

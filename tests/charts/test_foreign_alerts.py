@@ -1,4 +1,4 @@
-"""promtool plays the alerts on vLLM and SGLang, beside the bundled engine's alerts and alone."""
+"""promtool runs the alerts on vLLM and SGLang, by themselves and together with the bundled engine's alerts."""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ def test_gateways_follow_requests_in_flight_beside_the_cpu(helm: Helm) -> None:
     assert in_flight["pods"]["metric"]["name"] in EXPORTED
     assert in_flight["pods"]["target"] == {"type": "AverageValue", "averageValue": "150"}
     assert cpu["resource"]["target"] == {"type": "Utilization", "averageUtilization": 65}
-    assert container(target["spec"]["template"], "gateway")["resources"]["requests"]["cpu"], "percentages are of this"
+    assert container(target["spec"]["template"], "gateway")["resources"]["requests"]["cpu"], (
+        "the CPU target is relative to it"
+    )
     (metric,) = only(helm, "HorizontalPodAutoscaler", {"gateway.autoscaling": {**scaling, "metric": "cpu"}})["spec"][
         "metrics"
     ]

@@ -1,4 +1,4 @@
-"""The settings of a collector that the chart gives gateways and engines, as their programs read them."""
+"""The chart's OpenTelemetry settings, as gateways and engines read them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def gateway_url() -> str:
 
 
 def pods(selector: str) -> list[str]:
-    """Return the names of the pods that are not being deleted, in order."""
+    """Return the sorted names of the pods that are not being deleted."""
     items = kubectl_json("get", "pods", "--selector", selector)["items"]
     return sorted(pod["metadata"]["name"] for pod in items if "deletionTimestamp" not in pod["metadata"])
 

@@ -17,7 +17,7 @@ from tests.cluster.cluster import gateway_url, install, kubectl, settle
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """The API server of a node made by scripts. The node's folder has what is needed to stop and start it alone."""
+    """The API server of a node made by scripts. The node's folder has a pid and a script to stop and start it alone."""
 
     folder: Path
 
@@ -55,7 +55,7 @@ def write_logs(folder: Path) -> None:
 
 @pytest.fixture
 def url(release: None) -> str:
-    """Return the base URL of the gateway's Service, after the last test's pods have ended."""
+    """Return the base URL of the gateway's Service, after the previous test's pods have ended."""
     settle()
     return gateway_url()
 

@@ -86,7 +86,7 @@ async def test_deleting_an_engine_under_load(url: str) -> None:
 
 
 async def test_an_engine_that_crashes_under_load(url: str) -> None:
-    """Answers that had begun are cut and say so; others go elsewhere, and the engine serves again afterwards."""
+    """Answers that had begun end in an error event. Other requests go elsewhere, and the engine serves again later."""
     async with traffic(url) as journal:
         await flowing(journal)
         victim = (await asyncio.to_thread(pods, ENGINES))[0]

@@ -1,4 +1,4 @@
-"""The garbage collector in a process that keeps it quiet: what it walks and finds; its settings are restored.
+"""What the garbage collector walks and finds in a process that keeps it quiet. Its settings are restored at the end.
 
 `test_collector.py` runs this file in a process of its own.
 """
@@ -30,7 +30,7 @@ class Link:
 
 
 class Request:
-    """Make a cycle of `links` objects, like a request's task, frames and exceptions. `alive`: the live objects."""
+    """Makes a cycle of `links` objects, like a request's task, frames and exceptions. `alive` counts live cycles."""
 
     alive = 0
 
@@ -90,9 +90,9 @@ def test_cycles_are_found_in_a_process_that_is_never_idle(links: int, window: in
                 most = max(most, Request.alive)
         return most
 
-    with patch.object(collector, "YOUNG", 200):  # many collections have to happen in these requests
+    with patch.object(collector, "YOUNG", 200):  # so that many collections happen during the requests
         most = asyncio.run(main())
-    # The oldest generation is collected after this many new objects, if it has grown by a quarter.
+    # The oldest generation is collected after this many new objects, if that generation has grown by a quarter.
     objects = 200 * (5 + 2) * (10 + 2)
     assert most <= 1.5 * window + objects / links
 
@@ -161,13 +161,13 @@ async def test_grown_state_is_frozen_when_idle_and_its_cycles_are_found_at_the_n
         state = [Request(2) for _ in range(collector.GROWN)]
         frozen = gc.get_freeze_count()
         await asyncio.sleep((collector.IDLE_LOOKS - 0.5) * collector.LOOK_EVERY_S)
-        assert gc.get_freeze_count() <= frozen, "a short rest is no time to freeze"
+        assert gc.get_freeze_count() <= frozen, "a process that is idle for a short time does not freeze"
         await asyncio.sleep(collector.LOOK_EVERY_S)
         assert gc.get_freeze_count() >= frozen + len(state)
         assert walked() < small + len(state)
         del state
         gc.collect()
-        assert Request.alive == collector.GROWN, "a frozen cycle is not found"
+        assert Request.alive == collector.GROWN, "a collection does not find frozen cycles"
         more = [[i] for i in range(2 * collector.GROWN)]
         await asyncio.sleep((collector.IDLE_LOOKS + 1) * collector.LOOK_EVERY_S)
         assert Request.alive == 0
@@ -176,7 +176,7 @@ async def test_grown_state_is_frozen_when_idle_and_its_cycles_are_found_at_the_n
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, ValueError])
 def test_however_the_block_ends_everything_is_as_before(error: type[BaseException]) -> None:
-    """The fixture checks the restored settings."""
+    """The fixture `as_before` checks that the settings are restored."""
 
     async def main() -> None:
         async with quiet_collector(always), quiet_collector(never):

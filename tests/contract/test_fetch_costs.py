@@ -23,7 +23,7 @@ from engine.contract.load import LoadReport
 cost = st.builds(FetchCost, st.floats(0, MAX_LATENCY_S), st.floats(0, MAX_FETCHED_TOKEN_S))
 costs = st.builds(FetchCosts, cost, cost, cost)
 FIRST = "010003007b14ae47e17a843ff168e388b5f8e43e0000000000000000000000000000000000000000000000000000000000000000"
-"""This version's bytes for host memory with 10 ms and 10 us a token."""
+"""The bytes of the first version for host memory, with 10 ms and 10 us a token."""
 
 
 @given(costs)

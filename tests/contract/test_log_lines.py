@@ -1,4 +1,4 @@
-"""A JSON log has one object a line for any logged text."""
+"""A JSON log has one object per line, whatever text is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to `/v1/messages` as equivalent chats, and their prefix keys."""
+"""Requests to `/v1/messages` are read as equivalent chats, with prefix keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def canonical(request: Json) -> bytes:
 
 
 def marked(value: Any, draw: st.DataObject) -> Any:
-    """Return the same request with marks on some of its blocks and tools, at every depth that the API allows."""
+    """Return the same request with cache marks on some of its blocks and tools, at any depth that the API allows."""
     if isinstance(value, list):
         return [marked(one, draw) for one in value]
     if not isinstance(value, dict):
@@ -77,7 +77,7 @@ def test_a_conversation_that_grows_grows_its_bytes(request: Json, more: Json) ->
 @settings(max_examples=40)
 @given(request=REQUEST, other=REQUEST)
 def test_equal_bytes_are_equal_chats(request: Json, other: Json) -> None:
-    """Here texts hold no separators, so chats that are rendered differently have different bytes."""
+    """Texts here contain none of the separators, so chats that are rendered differently have different bytes."""
 
     def chat(one: Json) -> Any:
         messages = chat_messages(one.get("system"), one["messages"])

@@ -35,9 +35,9 @@ def test_a_larger_fleet_publishes_less_often_each_and_no_less_in_all(one: int, o
 def test_what_gateways_rest_on_holds_at_any_size(pods: int) -> None:
     pace = periods(pods)
     probes_s = GatewaySettings.model_fields["probe_interval_s"].default * (1 - JITTER)
-    assert pace.heartbeat_s < probes_s, "else pods that have just been heard are probed"
-    assert pace.heartbeat_s < FRESH_S, "else an idle pod's report counts half"
-    assert pace.snapshot_s < REPLAY_S, "else the deltas behind a snapshot are not replayed"
+    assert pace.heartbeat_s < probes_s, "otherwise a gateway would probe pods that it has just heard from"
+    assert pace.heartbeat_s < FRESH_S, "otherwise an idle pod's report has half the weight"
+    assert pace.snapshot_s < REPLAY_S, "otherwise the deltas after a snapshot are not replayed"
     assert pace.renewal_s <= pace.heartbeat_s
 
 

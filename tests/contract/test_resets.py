@@ -1,4 +1,4 @@
-"""Answers to a reset: any body may come back, and only one kind means that nothing was emptied."""
+"""Answers to a reset: the body may be anything, and only `"success": false` means that nothing was emptied."""
 
 from __future__ import annotations
 

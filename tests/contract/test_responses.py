@@ -1,4 +1,4 @@
-"""Requests to `/v1/responses` as equivalent chats, and their prefix keys."""
+"""Requests to `/v1/responses` are read as equivalent chats, with prefix keys."""
 
 from __future__ import annotations
 

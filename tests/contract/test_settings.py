@@ -1,4 +1,4 @@
-"""Configuration: precedence of flags, environment and file; every refusal names field, value and remedy."""
+"""Flags take precedence over the environment, and that over the file. Every refusal names field, value and remedy."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_redis_url_that_a_client_can_be_made_of(url: str) -> None:
     ],
 )
 def test_a_redis_url_of_which_no_client_can_be_made_is_refused(url: str, why: str) -> None:
-    """If found later, the fault would end the connecting task, and the program would run without a registry."""
+    """Otherwise the bad URL would end the task that connects, and the program would run without a registry."""
     with pytest.raises(ConfigError) as refused:
         load("--redis-url", url)
     assert why in str(refused.value)

@@ -36,7 +36,7 @@ class Stack:
     http: aiohttp.ClientSession
 
     async def ask(self, prompt: str, *, max_tokens: int = 8, model: str = "tiny") -> tuple[int, str]:
-        """Return status and pod of one streamed completion, read to its end; an error event counts as 599."""
+        """Return status and pod of one streamed completion, read to its end. The status is 599 after an error event."""
         body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         async with self.http.post(f"{self.gateway}/v1/completions", json=body) as answer:
             decoder, events = SseDecoder(), list[bytes]()
@@ -45,8 +45,8 @@ class Stack:
                     events += decoder.feed(chunk)
             pod = answer.headers.get(headers.POD, "")
             if answer.status == 200 and (not events or events[-1] != b"[DONE]"):
-                assert events, "a broken stream says so"
-                assert b'"error"' in events[-1], "a broken stream says so"
+                assert events, "a broken stream ends in an error event"
+                assert b'"error"' in events[-1], "a broken stream ends in an error event"
                 return 599, pod
             return answer.status, pod
 
@@ -95,7 +95,7 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
 
 
 async def empty_caches(engines: Iterable[Program]) -> None:
-    """Empty the engines' caches. Otherwise other tests' frequent prompts would stay, and a test's own would go."""
+    """Empty the engines' caches. Otherwise other tests' frequent prompts would stay, and a test's own be evicted."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
         for engine in engines:
             async with http.post(f"{engine.url}/reset_prefix_cache") as answer:

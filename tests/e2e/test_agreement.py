@@ -74,14 +74,14 @@ async def test_both_sides_compute_the_same_keys(stack: Stack, name: str) -> None
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     held = set().union(*(await wait_index_equal(stack)).values())
     mine = [key in held for key in computed]
-    # The last key may reach into a block that is not full. With tools, early keys are held if a later one is.
+    # The last key may reach into a block that is not full. With tools, a key is held if a later key is.
     assert mine.count(True) >= len(computed) - 1, f"held of {len(computed)} keys: {mine}"
     assert mine == sorted(mine, reverse=True), "the held keys are a prefix"
 
     again, predicted = await ask(stack, endpoint, fields)
     cached = again["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 0.8 * again["prompt_tokens"] - 32
-    assert 0.5 * cached <= predicted <= 2 * cached, "tokens are estimated from bytes with the model's mean so far"
+    assert 0.5 * cached <= predicted <= 2 * cached, "tokens are estimated from bytes by the model's mean ratio so far"
 
 
 async def test_another_salt_shares_nothing(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""The main use with the official client: a growing conversation through the gateway, answered by a warm pod."""
+"""The main use, with the official client: a warm pod answers each turn of a growing conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HANDBOOK = "You answer questions about the service handbook. Be brief, be kind, 
 
 @pytest.fixture(scope="module")
 def gateway(tiny_checkpoint: Path) -> Iterator[str]:
-    """Yield the URL of a gateway with two CPU engines and a real checkpoint, connected by a real Redis."""
+    """Yield the URL of a gateway and two CPU engines with a real checkpoint, connected by a real Redis."""
     with running_redis() as redis:
         shared = ["--port", "0", "--redis-url", redis.url]
         flags = ["--model", str(tiny_checkpoint), "--served-model-name", "tiny", "--device", "cpu", "--threads", "1"]

@@ -69,7 +69,7 @@ async def test_no_request_fails_while_redis_is_flushed_stopped_and_restarted(sta
         await asyncio.sleep(0.5)
         stack.redis.stop()
         async with asyncio.timeout(10):
-            while True:  # until the lease and the index have expired and the ring takes over
+            while True:  # until lease and index have expired and requests are routed by hash
                 async with stack.http.get(f"{stack.gateway}/ready") as ready:
                     assert ready.status == 200, "a lost Redis does not make the gateway unready"
                     if (await ready.json())["registry"]["expired"]:
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_frees_its_blocks_in_the_engine(stack: Stack)
         await answer.content.readany()
         running_now = [await stack.metric(e, "vllm:num_requests_running") for e in stack.engines]
         assert sum(running_now) == 1
-    # The blocks are freed when the current step ends at the latest, after some milliseconds on this device.
+    # At the latest, the blocks are freed when the current step ends, which takes some milliseconds on this device.
     async with asyncio.timeout(1.0):
         for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
             while sum([await stack.metric(e, name) for e in stack.engines]):  # noqa: ASYNC110
@@ -107,7 +107,7 @@ async def test_prompts_of_one_tenant_share_a_pod_and_tenants_spread(stack: Stack
         for i, tenant in enumerate(tenants):
             _, pod = await stack.ask(f"{tenant} Question {rng.random()}")
             pods.setdefault(i, set()).add(pod)
-    # By chance, one tenant in 27 would stay. A busy machine may delay a pod, and then tenants rightly leave it.
+    # At random, one tenant in 27 would stay on its pod. If a busy machine delays a pod, tenants rightly leave it.
     assert sum(len(seen) == 1 for seen in pods.values()) >= 6, f"an idle fleet moves no tenant: {pods}"
     assert len(set().union(*pods.values())) == PODS, f"an idle fleet uses all its pods: {pods}"
 
@@ -199,4 +199,4 @@ async def test_a_restarted_engine_is_cold_and_known_to_be(tiny_checkpoint: Path)
                         while (await stack.ask("hello there"))[0] != 200:  # noqa: ASYNC110
                             await asyncio.sleep(0.1)
                     truth = await wait_index_equal(stack)
-                    assert truth == {"pod-a": set()}, "the restarted engine holds nothing longer than a stride"
+                    assert truth == {"pod-a": set()}, "the restarted engine holds no prefix as long as a stride"

@@ -64,7 +64,7 @@ def tenants(folder: Path) -> dict[str, str]:
 async def test_two_gateways_tenants_and_a_restart_of_redis(
     fleet: tuple[RedisServer, list[Program]], tmp_path: Path
 ) -> None:
-    """The other gateway expands what one gateway stored, but only for the same tenant. Redis may be away."""
+    """Each gateway expands what the other stored, but only for the same tenant. Redis may be down."""
     redis, engines = fleet
     given = tenants(tmp_path)
     async with gateway_before(redis, engines, **given) as one, gateway_before(redis, engines, **given) as two:
@@ -73,7 +73,7 @@ async def test_two_gateways_tenants_and_a_restart_of_redis(
         prompt, cold, first = await ask(one, name, "Why?", key="key-a")
         assert cold == 0
         for stack, path in ((two, CHAT), (one, MESSAGES), (two, MESSAGES)):
-            await wait_index_equal(stack)  # a gateway learns one batch later what the other made warm
+            await wait_index_equal(stack)  # a gateway learns one published batch later what the other made warm
             again, warm, pod = await ask(stack, name, "And now?", path, key="key-a")
             assert (pod, warm > 0.8 * prompt, abs(again - prompt) < 10) == (first, True, True)
         theirs = {"messages": [{"role": "user", "content": "x"}], "cached_content": name}
@@ -83,7 +83,7 @@ async def test_two_gateways_tenants_and_a_restart_of_redis(
                 said = said[step]
             assert (status, said) == (404, "cache_not_found")
         _, own, _ = await call(two, "POST", "/v1/caches", STORED, "key-b")
-        assert (await ask(two, own["name"], "Why?", key="key-b"))[1] == 0, "equal contents, another tenant's salt"
+        assert (await ask(two, own["name"], "Why?", key="key-b"))[1] == 0, "equal contents, but different salts"
         redis.stop()
         assert (await ask(one, name, "Still?", key="key-a"))[1] > 0, "this gateway knows the cache"
         status, said, _ = await call(one, "POST", CHAT, {**theirs, "cached_content": own["name"]}, "key-b")

@@ -79,7 +79,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 @LOOPS
 def test_redis_clients(loop: Loop, redis_server: RedisServer) -> None:
-    """The tests' Redis has no port, so a relay gives it one."""
+    """The tests' Redis has no TCP port, so a relay listens on one."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_redis, to_redis = await asyncio.open_unix_connection(redis_server.url.removeprefix("unix://"))

@@ -36,5 +36,5 @@ def test_an_engine_hears_of_a_large_fleet_from_a_probe(tiny_checkpoint: Path, re
         request = urllib.request.Request(f"{url}/v1/models", headers={headers.PODS: "200"})
         with urllib.request.urlopen(request, timeout=DEADLINE_S):
             pass
-        bounds_of_streams(redis_server, 2)  # deltas that were sent meanwhile
+        bounds_of_streams(redis_server, 2)  # skip deltas that were sent meanwhile
         assert bounds_of_streams(redis_server, 2) == {str(periods(200).stream_entries)}

@@ -22,7 +22,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture(autouse=True)
 def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let programs freeze objects, which `tests/conftest.py` prevents, and thaw meanwhile what it has frozen."""
+    """Let programs freeze objects, which `tests/conftest.py` prevents. Thaw meanwhile what that file has frozen."""
     monkeypatch.setattr(collector, "gc", gc)
     gc.unfreeze()
     yield

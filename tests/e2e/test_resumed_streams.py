@@ -26,8 +26,8 @@ BIAS = 8.0
 
 
 def words(checkpoint: Path) -> dict[str, float]:
-    """Return a bias towards tokens that are whole words. With the bias the model writes the tokens that its tokenizer
-    makes of the text, like a trained model. Random weights alone would write any tokens."""
+    """Return a bias towards tokens that are whole words. With the bias, the tokenizer turns the model's text into the
+    tokens that the model wrote, as with a trained model. With random weights alone it would often find other tokens."""
     tokenizer = Tokenizer.from_path(checkpoint)
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
     chosen = [i for i, text in texts.items() if text[:1] == " " and text[1:].isascii() and text[1:].isalpha()]
@@ -35,7 +35,7 @@ def words(checkpoint: Path) -> dict[str, float]:
 
 
 def asked(number: int, bias: dict[str, float]) -> tuple[Endpoint, dict[str, Any]]:
-    """Return a stream for each endpoint in turn, some greedy and some drawn with a seed."""
+    """Return a request for a stream. The number decides its endpoint, and whether it is greedy or has a seed."""
     text = f"Question {number}: what does page {number} of the handbook say about restarts?"
     how = {"temperature": 0.0} if number % 2 else {"seed": number}
     shared = {"model": "tiny", "ignore_eos": True, "logit_bias": bias, "stream": True, **how}

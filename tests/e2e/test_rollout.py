@@ -55,7 +55,7 @@ class Fleet:
             return answer.status, answer.headers.get(headers.POD, ""), predicted
 
     async def is_warm(self, gateway: Program, engine: Program, name: str) -> bool:
-        """Return whether the gateway learns from others to send a prefix to the only engine that has seen it."""
+        """Send prefixes to the engine itself, and return whether the gateway learns that it holds one of them."""
         for i in range(TRIES):
             prompt = f"Handbook {name} {i}, that one engine has seen so far. " * 30
             assert (await self.ask(engine.url, prompt))[0] == 200

@@ -85,7 +85,7 @@ sys.exit(app.run(EngineSettings(model=sys.argv[1], port=0)))
 
 
 def test_an_engine_ends_in_the_middle_of_loading(tiny_checkpoint: Path) -> None:
-    """At that time its thread is inside torch, so the interpreter's end would abort the process."""
+    """While an engine loads, a thread is inside torch, so the interpreter's usual end would abort the process."""
     command = [sys.executable, "-c", LOADING, str(tiny_checkpoint)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

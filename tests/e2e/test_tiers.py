@@ -75,14 +75,14 @@ async def test_tenants_share_nothing_in_any_tier_nor_after_a_restart(tiny_checkp
             assert await reused(pod, stack, PROMPT, "b") == 0, "a's tokens are in the pool"
             assert pod.metric(hits, tier="host") == 0
             assert await reused(pod, stack, PROMPT, "a") > 200
-            assert pod.metric(hits, tier="host") > 0, "b's tokens had pushed them out of the pool"
+            assert pod.metric(hits, tier="host") > 0, "b's tokens had pushed a's out of the pool"
             assert await reused(pod, stack, PROMPT, "c") == 0, (
                 "others' tokens are in the pool, in host memory and on disk"
             )
         async with started(server, tiny_checkpoint, tmp_path / "kv", **files) as (pod, stack):
             assert await reused(pod, stack, PROMPT, "d") == 0, "others' tokens are on disk after a restart"
             for tenant in ("a", "b", "c"):
-                assert await reused(pod, stack, PROMPT, tenant) > 200, "its own"
+                assert await reused(pod, stack, PROMPT, tenant) > 200, "each tenant reuses its own tokens"
             assert pod.metric(hits, tier="disk") > 3 * 200
 
 

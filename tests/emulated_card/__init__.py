@@ -1,1 +1,1 @@
-"""A CUDA card for machines without one: `torch.cuda` over the CPU, with streams that run as late as they may."""
+"""Emulates a CUDA card on machines without one. The CPU computes, as late as the order of the streams allows."""

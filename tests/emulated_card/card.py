@@ -17,9 +17,9 @@ from tests.emulated_card.streams import Mark, Schedule, Stream, Streams, Work
 from tests.emulated_card.tensor import CardTensor
 
 _WHOLE = ("scaled_dot_product_attention",)
-"""Composite operations that are computed whole: their parts would make some tensors without naming a device."""
+"""Composite operations that are not decomposed, because their parts would make some tensors without a device."""
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim")
-"""Operations whose result, or its shape, the host must know."""
+"""Operations for which the host must know the result or its shape."""
 _INDEXED = ("index", "index_put", "index_put_")
 _FILLED = ("masked_fill", "masked_fill_")
 
@@ -29,7 +29,7 @@ class Recording:
     """What was captured from a stream."""
 
     pool: Pool
-    """The pool of its memory, which it does not share with work that is launched outside of graphs."""
+    """The graph's own memory pool, which work outside of graphs does not use."""
     pieces: list[Work] = field(default_factory=list)
 
 
@@ -59,7 +59,7 @@ class Card:
     # Launching and waiting.
 
     def put(self, work: Work, stream: Stream | None = None) -> None:
-        """Launch work on a stream (None: the current one), or into what is captured from it."""
+        """Launch work on a stream (None: the current one), or append it to the recording if the stream is captured."""
         with self.lock:
             self.take_back()
             stream = stream or self.current
@@ -69,7 +69,7 @@ class Card:
                 self.streams.put(stream, work)
 
     def launch(self, recording: Recording) -> None:
-        """Put what was captured on the current stream."""
+        """Launch the recorded work on the current stream."""
         with self.lock:
             for piece in recording.pieces:
                 self.put(piece)
@@ -94,7 +94,7 @@ class Card:
             mark.reach()
 
     def has_passed(self, mark: Mark) -> bool:
-        """Whether an event has passed; if not, the card goes on a little."""
+        """Whether an event has passed. If not, the card does one more piece of work."""
         with self.lock:
             self.forbid_in_capture("asking for an event", self.current)
             if mark.passed:
@@ -130,7 +130,7 @@ class Card:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
 
     def take_back(self) -> None:
-        """Poison memory without a tensor once its stream gets to that work: from then on others may write it."""
+        """Have streams poison the memory of tensors that are gone. It may be allocated again at once."""
         with self.lock:
             while self.memory.given_back:
                 region = self.memory.given_back.popleft()
@@ -194,7 +194,7 @@ class Card:
                 return self._download(*args, **kwargs)
             if name == "is_pinned":
                 return False
-            if name not in _WHOLE and func._can_decompose():  # in inference mode composite operations come whole
+            if name not in _WHOLE and func._can_decompose():  # in inference mode, torch does not decompose it
                 return func.decompose(*args, **kwargs)
             returned = [result.alias_info for result in func._schema.returns]
             if any(alias is not None and not alias.is_write for alias in returned):
@@ -212,7 +212,8 @@ class Card:
             return self._compute(func, args, kwargs)
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """`target.copy_(source)` within the card or over the link; the host's memory counts when the copy is done."""
+        """Do `target.copy_(source)` on the card or between card and host. The copy reads or writes host memory when it
+        is done, not at its launch."""
         to, given = on_host(target), on_host(source)
         with self.lock:
             self.put(lambda: to.copy_(given))
@@ -264,7 +265,7 @@ def on_host(tree: Any) -> Any:
 
 
 def _needs_host(name: str, args: Any) -> bool:
-    """Whether the operation makes torch bring values from the card to the host, such as a mask or a fill value."""
+    """Whether torch copies values that the operation needs from card to host, such as a mask or a fill value."""
     if name in _INDEXED:
         return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
     return name in _READ or (name in _FILLED and isinstance(args[-1], CardTensor))
@@ -275,7 +276,7 @@ def _shape(tensor: Tensor) -> Tensor:
 
 
 def _check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise RuntimeError if a host tensor is among the arguments. A tensor without dimensions counts as a number."""
+    """Raise RuntimeError if a host tensor is among the arguments. Host tensors without dimensions are allowed."""
     for one in tree_leaves((args, kwargs)):
         if isinstance(one, Tensor) and not isinstance(one, CardTensor) and one.dim():
             raise RuntimeError(

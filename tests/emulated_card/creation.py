@@ -13,14 +13,14 @@ from tests.emulated_card.card import Card
 from tests.emulated_card.tensor import CardTensor
 
 _SENT = ("tensor", "as_tensor")
-"""Functions that make tensors of the host's values."""
+"""Functions that make tensors from values on the host."""
 _COMPUTED = ("arange", "linspace", "randperm")
-"""Functions whose tensors are made on a card from their arguments, so nobody waits."""
+"""Functions whose tensors a card computes from the arguments, so the host does not wait."""
 _library: list[Any] = []
 
 
 def stand_in_for_creation(card: Card, patch: Callable[[Any, str, Any], None]) -> None:
-    """Have tensors on "cuda" made by this card, and page-locked ones in memory that it knows."""
+    """Have this card make tensors on "cuda", and have it note the memory of page-locked tensors."""
     _create_empty(card)
     for name in (*_SENT, *_COMPUTED):
         patch(torch, name, _making(card, getattr(torch, name), computed=name in _COMPUTED))
@@ -31,7 +31,7 @@ def stand_in_for_creation(card: Card, patch: Callable[[Any, str, Any], None]) ->
 
 
 def _create_empty(card: Card) -> None:
-    """Replace the two operations with which all of torch's other functions that make tensors begin."""
+    """Replace the two operations that all of torch's other functions call to make a tensor."""
 
     def empty(size: Any, *, dtype: Any = None, **_: Any) -> Tensor:
         return card.empty(size, dtype or torch.get_default_dtype())
@@ -39,7 +39,7 @@ def _create_empty(card: Card) -> None:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
         return card.empty(size, dtype or torch.get_default_dtype(), stride)
 
-    _library[:] = [torch.library.Library("aten", "IMPL")]  # replaces that of an earlier card, if any
+    _library[:] = [torch.library.Library("aten", "IMPL")]  # replaces the library of an earlier card, if any
     _library[0].impl("empty.memory_format", empty, "CUDA")
     _library[0].impl("empty_strided", empty_strided, "CUDA")
 
@@ -82,7 +82,7 @@ def _moving(card: Card, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _generators(plain: Any) -> type:
     class Generator:
-        """A generator of the host, because the host computes the random numbers."""
+        """Makes a generator on the host, because the host computes the random numbers."""
 
         def __new__(cls, device: object = "cpu") -> Any:
             return plain()
@@ -91,7 +91,7 @@ def _generators(plain: Any) -> type:
 
 
 def _named_by_context() -> torch.device | None:
-    """The device of the innermost `with torch.device(...)`, which has no effect on stand-ins for torch's functions."""
+    """The device of the innermost `with torch.device(...)`. torch does not apply it to stand-ins for its functions."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 

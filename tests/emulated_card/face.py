@@ -26,8 +26,8 @@ Patch = Callable[[Any, str, Any], None]
 
 
 def stand_in(card: Card, patch: Patch) -> None:
-    """Make the card this process's one device, in `torch.cuda`, in torch's functions that make tensors and in Triton's
-    interpreter. Call this before importing modules that take names from these."""
+    """Make the card this process's only device, for `torch.cuda`, for torch's functions that make tensors and for
+    Triton's interpreter. Call this before importing modules that import names from torch.cuda or Triton."""
     stand_in_for_creation(card, patch)
     stand_in_for_launches(card, CAPABILITY, patch)
     for name, value in (_figures(card) | _work(card)).items():

@@ -14,11 +14,11 @@ from tests.emulated_card.card import Card, on_host
 from tests.emulated_card.tensor import CardTensor
 
 _OPTIONS = ("launch_pdl",)
-"""Options of a launch that the interpreter lacks."""
+"""Launch options that the interpreter does not have."""
 
 
 def stand_in_for_launches(card: Card, capability: tuple[int, int], patch: Callable[[Any, str, Any], None]) -> None:
-    """Put every launch on the current stream; Triton's driver says that it has such a card."""
+    """Put every launch on the current stream. Triton's driver reports a card of this compute capability."""
     target = SimpleNamespace(backend="cuda", arch=10 * capability[0] + capability[1], warp_size=32)
     patch(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: target))
     interpret = GridExecutor.__call__
@@ -30,7 +30,7 @@ def stand_in_for_launches(card: Card, capability: tuple[int, int], patch: Callab
         given = on_host(args)
         by_name = {name: on_host(one) for name, one in named.items() if name not in _OPTIONS}
         if "EARLY" in by_name:
-            by_name["EARLY"] = False  # the interpreter has no instructions of a card
+            by_name["EARLY"] = False  # the interpreter does not have a card's instructions
         if "WIDE" in by_name:  # the interpreter multiplies bfloat16 as bit patterns
             by_name["WIDE"] = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
         card.put(lambda: interpret(self, *given, **by_name))

@@ -1,4 +1,4 @@
-"""A card's memory: what is allocated, torch's figures of it, and the host's page-locked memory."""
+"""A card's memory: what is allocated, the figures that torch reports, and the host's page-locked memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.emulated_card.streams import Stream
 
 _ROUND = 512
-"""Bytes to which torch's allocator rounds up."""
+"""torch's allocator rounds up to a multiple of this many bytes."""
 _POISON = 0xFF
-"""NaN in every type with a point, -1 in every signed integer."""
+"""As every byte of a number: NaN in each floating-point type, -1 in each signed integer type."""
 _POISONED = 1 << 28
-"""Bytes up to which memory is poisoned: tests take more for its addresses, and leave most of it untouched."""
+"""Regions of more bytes are not poisoned: tests allocate them for their addresses and touch little of them."""
 
 
 def poison(data: Tensor) -> None:
@@ -26,7 +26,7 @@ def poison(data: Tensor) -> None:
 
 @dataclass(eq=False)
 class Pool:
-    """Freed memory, which the next allocation of its size gets. It belongs to a stream, or to graphs that share it."""
+    """Freed memory, which the next allocation of the same size gets. A pool belongs to a stream, or to graphs."""
 
     unused: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Freed memory by its rounded size."""
@@ -37,9 +37,9 @@ class Region:
     """Bytes of the card."""
 
     data: Tensor
-    """uint8 [n], n as rounded, in host memory."""
+    """uint8 [n] in host memory, where n is the rounded size."""
     stream: Stream
-    """The next user may use it in this stream's order, without waiting for other streams."""
+    """The next user must use the memory in this stream's order. It need not wait for other streams."""
     pool: Pool
 
 
@@ -51,7 +51,7 @@ class Allocation:
         self.region = region
 
     def __del__(self) -> None:
-        # Garbage may be collected anywhere in this module, so this only fills a list, which the card reads later.
+        # This may run in the middle of any line of this module, so it only fills a list, which the card reads later.
         self._memory.given_back.append(self.region)
 
 
@@ -70,8 +70,8 @@ class Memory:
         self._kept: list[Tensor] = []
 
     def allocate(self, size: int, stream: Stream, pool: Pool | None = None) -> Allocation:
-        """Return memory from a graph's pool, or (None) from the stream's, poisoned once the stream gets to that work.
-        Raises torch.OutOfMemoryError."""
+        """Return memory from a graph's pool, or from the stream's own pool (None). The memory is poisoned at the latest
+        when the stream has done its earlier work. Raises torch.OutOfMemoryError."""
         pool, rounded = pool or self._pools[stream], _rounded(size)
         taken = self.allocated + rounded
         if taken > self.total:
@@ -98,13 +98,13 @@ class Memory:
             region.pool.unused[size].append(region.data)
 
     def empty_cache(self) -> None:
-        """Give the driver what is not allocated."""
+        """Return unallocated memory to the driver."""
         self.reserved = self.allocated
         for pool in self._pools.values():
             pool.unused.clear()
 
     def reset_peaks(self) -> None:
-        """Set the peaks to what is taken now."""
+        """Set the peaks to what is allocated and reserved now."""
         self.max_allocated, self.max_reserved = self.allocated, self.reserved
 
     def keep_locked(self, made: Tensor) -> None:
@@ -129,7 +129,7 @@ class Memory:
         return bool(found)
 
     def is_locked(self, tensor: Tensor) -> bool:
-        """Whether a host tensor lies in page-locked memory."""
+        """Whether a host tensor is in page-locked memory."""
         start = tensor.data_ptr()
         return any(start in taken for taken in self.locked)
 

@@ -1,4 +1,4 @@
-"""Streams and what orders them. Work is put on a stream, and is done when a thread waits for it, or by chance."""
+"""Streams, and the events that order them. Work on a stream is done when a thread waits for it, or at random."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Work = Callable[[], object]
 
 
 class Schedule(Enum):
-    """How much a card does of the work that it may do but need not have done yet."""
+    """How soon a card does launched work that nobody waits for."""
 
     EAGER = "eager"
-    """Everything, at once."""
+    """At once."""
     LAZY = "lazy"
-    """Nothing: work is done when a thread waits for it, or for later work."""
+    """Never: work is only done when a thread waits for it, or for later work."""
     RANDOM = "random"
-    """Some pieces of any streams, whenever something is launched."""
+    """At each launch, some pieces of work are done, on any streams."""
 
 
 @dataclass(eq=False)
@@ -32,17 +32,17 @@ class Stream:
 
     pieces: deque[Work] = field(default_factory=deque)
     done: int = 0
-    """Pieces that were done and are gone."""
+    """The number of pieces that were done and removed."""
 
     @property
     def end(self) -> int:
-        """The place behind all pieces."""
+        """The place after the last piece. Places count all pieces since the stream was made."""
         return self.done + len(self.pieces)
 
     def step(self) -> None:
         """Do the first piece, if there is one."""
         if self.pieces:
-            with torch.inference_mode():  # which may write to any tensor, even to those made outside of it
+            with torch.inference_mode():  # this mode may write to any tensor, even to one made outside of it
                 self.pieces[0]()
             self.pieces.popleft()
             self.done += 1
@@ -68,7 +68,7 @@ class Mark:
         return self.at_s is not None
 
     def reach(self) -> None:
-        """Do all pieces up to the mark. As a piece of another stream, this is that stream's wait for the mark."""
+        """Do all pieces up to the mark. Put on another stream, this call makes that stream wait for the mark."""
         self.stream.run(self.place + 1)
 
 
@@ -76,7 +76,7 @@ class Streams:
     """All streams of a card."""
 
     def __init__(self, schedule: Schedule, seed: int = 0) -> None:
-        """`seed`: decides the random schedule, and which pieces are done while a thread polls."""
+        """`seed` decides the random schedule, and which pieces are done while a thread polls."""
         self._schedule = schedule
         self._chance = random.Random(seed)
         self._all: list[Stream] = []
@@ -87,7 +87,7 @@ class Streams:
         return self._all[-1]
 
     def put(self, stream: Stream, work: Work) -> None:
-        """Append work, and let the card go on."""
+        """Append work, and do as much as the schedule says."""
         stream.pieces.append(work)
         if self._schedule is Schedule.EAGER:
             stream.run(stream.end)

@@ -1,4 +1,4 @@
-"""A tensor that says it is on a card, and sends what is done with it there."""
+"""A tensor of the emulated card. Every operation on it is passed to the card."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class CardTensor(Tensor):
-    """torch's wrapper tensor: shape and type, no memory. To torch it is a "meta" tensor. For a tensor on "cuda", torch
-    would ask which device is current, which a build without CUDA refuses."""
+    """A wrapper tensor of torch, which has a shape and a type but no memory. To torch it is a "meta" tensor. If it were
+    on "cuda", torch would ask which device is current, and a build without CUDA would raise."""
 
     data_here: Tensor
-    """Host memory with its values, once the work on them is done."""
+    """Host memory that has the tensor's values once the work on them is done."""
     allocation: Allocation
     card: Card
 
@@ -91,7 +91,7 @@ class CardTensor(Tensor):
         return f"CardTensor({tuple(self.shape)}, {self.dtype})"
 
     def _viewed(self, index: Any) -> tuple[CardTensor, list[Tensor | None]]:
-        """Return the view by all indices that are not tensors, and the index tensors in their dimensions' places."""
+        """Return the view by all indices that are not tensors; and each dimension's index tensor, or None."""
         indices = list(index) if isinstance(index, tuple) else [index]
         named = sum(one is not None and one is not Ellipsis for one in indices)
         data, dim = self.data_here, 0

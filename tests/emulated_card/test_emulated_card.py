@@ -1,4 +1,4 @@
-"""The emulated card does what a card may do, and shows mistakes of a program that go well only by luck."""
+"""The emulated card does what a card may do, and shows mistakes of programs that only work by luck."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_memory_is_counted_and_bounded(card: Card) -> None:
 
 
 def side_stream(work: Callable[[], torch.Tensor], *, waits: bool) -> list[float]:
-    """Return what the current stream reads of another stream's result, whether or not it waits for that stream."""
+    """Return what the current stream reads of another stream's result. `waits`: whether it waits for that stream."""
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
         found = work()
@@ -148,7 +148,7 @@ def test_a_stream_that_does_not_wait_reads_what_was_there_before(card: Card) -> 
 
 @lazy
 def test_memory_given_back_is_the_next_ones_on_its_own_stream(card: Card) -> None:
-    """If another stream still reads the memory, the freeing stream must first wait for that stream."""
+    """If another stream still reads the memory, the stream that frees it must wait first, which it does not do here."""
     side = torch.cuda.Stream()
     x = torch.ones(2, device="cuda")
     torch.cuda.synchronize()
@@ -164,7 +164,7 @@ def test_memory_given_back_is_the_next_ones_on_its_own_stream(card: Card) -> Non
 @lazy
 @pytest.mark.parametrize(("waits", "expected"), [(True, 2), (False, 14)])
 def test_memory_given_back_is_written_by_its_next_user(card: Card, waits: bool, expected: int) -> None:
-    """The current stream still reads the memory. Another stream, which fills it anew, must wait for that read."""
+    """The current stream still reads the freed memory. Another stream, which fills it anew, must wait for that read."""
     x = torch.ones(2, device="cuda")
     torch.cuda.synchronize()
     doubled, read, side = x * 2, torch.cuda.Event(), torch.cuda.Stream()
@@ -257,7 +257,7 @@ def test_a_wait_is_refused_while_a_stream_is_captured(card: Card) -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_graphs_of_one_pool_overwrite_each_others_memory(card: Card, shares: bool) -> None:
-    """They do not overwrite other memory: what was given back while capturing, or taken since."""
+    """They do not overwrite other memory, which was freed during the capture or allocated since."""
     pools = [torch.cuda.graph_pool_handle()] * 2 if shares else [None, None]
     graphs, x, given_back = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], torch.ones(3, device="cuda"), []
     stream, outs = torch.cuda.Stream(), []
@@ -310,7 +310,7 @@ def test_kernels_wait_for_their_turn(card: Card) -> None:
 
 
 class NeverWaits(CudaDevice):
-    """Mutant: a buffer is written again, or read, whether or not the device has been there."""
+    """Mutant: a buffer is read, or written again, although the device may not have finished with it."""
 
     def event(self):  # type: ignore[no-untyped-def]
         made = super().event()
@@ -334,12 +334,12 @@ def test_a_ring_of_page_locked_buffers_that_does_not_wait_is_found(
 
 @given(st.data())
 def test_any_schedule_gives_what_the_order_says(data: st.DataObject) -> None:
-    """Pieces of one stream are done in order, and pieces of several streams as far as events order them."""
+    """Pieces of one stream are done in order. Events order pieces of several streams."""
     streams = Streams(data.draw(st.sampled_from(Schedule)), data.draw(st.integers(0, 9)))
     made = [streams.add() for _ in range(3)]
     done: list[int] = []
     before: list[set[int]] = []
-    """For each piece, the pieces that must come before it."""
+    """For each piece, the pieces that must be done before it."""
     behind: dict[int, set[int]] = {i: set() for i in range(3)}
     for piece in range(data.draw(st.integers(1, 12))):
         i, other = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))

@@ -1,7 +1,7 @@
-"""A collector for tests: a process of its own that takes OTLP over HTTP and gRPC and says what it got.
+"""A collector for tests: a separate process that accepts OTLP over HTTP and gRPC and reports what it got.
 
-`python -m tests.otel.collector` prints its two ports. `GET /got` answers with all spans and metrics so far, as JSON;
-`POST /mode/take`, `/mode/refuse` and `/mode/hang` say what happens to all that is sent from then on.
+`python -m tests.otel.collector` prints its two ports. `GET /got` answers with all spans and metrics so far, as JSON.
+`POST /mode/take`, `/mode/refuse` and `/mode/hang` decide what it does with later requests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Collector:
         self.grpc = f"http://127.0.0.1:{grpc_port}"
 
     def mode(self, name: str) -> None:
-        """`take`, `refuse` or `hang`."""
+        """Let it `take`, `refuse` or `hang` from now on."""
         request = urllib.request.Request(f"{self.http}/mode/{name}", b"", method="POST")
         with urllib.request.urlopen(request, timeout=10.0):
             pass
@@ -105,7 +105,7 @@ class _State:
         self.lock = threading.Lock()
 
     def meets(self) -> bool:
-        """Whether to take what came. Waits while the collector hangs."""
+        """Count a request, and return whether to accept it. Waits while the mode is `hang`."""
         with self.lock:
             self.tries += 1
         give_up_s = time.monotonic() + LONGEST_HANG_S

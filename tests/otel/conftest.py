@@ -24,7 +24,7 @@ def collector_process() -> Iterator[Collector]:
 
 @pytest.fixture
 def collector(collector_process: Collector) -> Iterator[Collector]:
-    """A collector that takes what is sent, until it is told otherwise."""
+    """A collector that accepts everything until a test sets another mode."""
     collector_process.mode("take")
     yield collector_process
-    collector_process.mode("take")  # senders that still wait are let go
+    collector_process.mode("take")  # senders that still wait get an answer

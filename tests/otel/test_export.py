@@ -37,7 +37,7 @@ def use(monkeypatch: pytest.MonkeyPatch, collector: Collector, protocol: str, **
 
 
 def wait_for_threads() -> None:
-    """Wait until the sending threads have ended, so that none runs on into another test."""
+    """Wait until the sending threads have ended, so that none still runs in another test."""
     for thread in threading.enumerate():
         if thread.name.startswith(("telemetry-", "Otel")):
             thread.join(30.0)
@@ -45,7 +45,7 @@ def wait_for_threads() -> None:
 
 
 def told(tracer: Tracer | None, count: int) -> Trace:
-    """A request's span, and `count` under it."""
+    """End a trace with a request's span and `count` child spans."""
     assert tracer is not None
     trace = tracer.begin(CIMultiDict(tracestate="ignored"))
     parts = [
@@ -92,7 +92,7 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
         tries = collector.tries()
         async with tracing("a program") as tracer:
             traces = [told(tracer, 9) for _ in range(200)]
-            begun = collector.tries() - tries + 1  # batches taken from the queue meanwhile, and one on its way
+            begun = collector.tries() - tries + 1  # batches taken from the queue, and one on its way
             await asyncio.to_thread(collector.wait, lambda: collector.tries() > tries)
         assert "the last spans" in caplog.text
     finally:
@@ -101,8 +101,8 @@ async def test_a_collector_that_takes_nothing_costs_spans_and_nothing_else(
     await asyncio.to_thread(wait_for_threads)
     mine = {trace.trace_id_hex for trace in traces}
     kept = sum(span["trace_id"] in mine for span in collector.everything()["spans"])
-    assert kept <= 64 + 16 * begun, "what waits is bounded"
-    assert begun < 50, "otherwise the bound says nothing"
+    assert kept <= 64 + 16 * begun, "the queue is bounded"
+    assert begun < 50, "otherwise the bound would be too large to test anything"
 
 
 async def test_grpc_without_its_package_says_what_to_install(

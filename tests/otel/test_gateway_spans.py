@@ -40,7 +40,7 @@ TOLD = [event("a"), event("b"), usage_event(10, 2, 4), b"data: [DONE]\n\n"]
 
 
 class Seen(list[Span]):
-    """The spans of a test's gateways. `sampling` may be set before one starts."""
+    """The spans of a test's gateways. A test may set `sampling` before it starts a gateway."""
 
     sampling = Sampling()
 
@@ -49,7 +49,7 @@ class Seen(list[Span]):
         return own
 
     def attempts(self) -> list[Span]:
-        """Return the attempts' spans in order of time. Each must be under the request's span, and within its time."""
+        """Return the attempts' spans by start. Each must be a child of the request's span, and lie within its time."""
         own = self.request()
         found = sorted((span for span in self if span.kind is SpanKind.CLIENT), key=lambda span: span.start_ns)
         for span in found:

@@ -25,7 +25,7 @@ TOLD = [event("a"), usage_event(10, 2, 4), b"data: [DONE]\n\n"]
 
 
 def as_text_has_it(metrics: list[dict[str, Any]]) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Received metrics, by the names of samples in Prometheus' text."""
+    """Return received metrics by the names that their samples have in Prometheus' text."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
 
     def add(name: str, labels: dict[str, str], value: float) -> None:
@@ -60,7 +60,7 @@ def in_text(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 async def test_the_gateway_sends_the_numbers_of_its_metrics(
     monkeypatch: pytest.MonkeyPatch, collector: Collector, protocol: str
 ) -> None:
-    """They are sent once more at the end, so the last numbers of a stopped gateway are not missing."""
+    """Metrics are sent once more at the end, so the last numbers of a stopped gateway arrive, too."""
     use(monkeypatch, collector, protocol, METRICS_EXPORTER="otlp", TRACES_EXPORTER="none", SERVICE_NAME=protocol)
     engines = [ScriptedEngine(name, streams(TOLD)) for name in "ab"]
     async with running(*engines, policy="predicted_ttft") as gateway:

@@ -29,14 +29,14 @@ class ScriptedServer:
     """The parts of Redis that gateways need, in this process, with Redis's faults."""
 
     def __init__(self, ahead_s: float = 1e9) -> None:
-        """`ahead_s`: how far its clock is ahead of the loop's, in seconds."""
+        """`ahead_s`: how many seconds the server's clock is ahead of the loop's."""
         self.ahead_s = ahead_s
         self.entries: list[tuple[int, bytes]] = []
-        """Each entry with its number, which is its id."""
+        """The stream's entries: id and message."""
         self.beliefs: dict[str, bytes] = {}
         self.is_away = False
         self.loses = 0
-        """How many of the next messages the server confirms but loses."""
+        """The number of coming messages that the server confirms but loses."""
         self.delay_s = 0.0
         """Seconds until the next message reaches the server."""
         self._last = 0
@@ -126,7 +126,7 @@ def _number(entry_id: bytes) -> int:
 
 
 class Beliefs:
-    """A BeliefSink with an index and the requests in flight."""
+    """A BeliefSink that has an index and knows the requests in flight."""
 
     def __init__(self, pods: Sequence[PodId]) -> None:
         self.index = PrefixIndex()
@@ -176,7 +176,7 @@ class Beliefs:
 
 
 class End:
-    """One gateway."""
+    """One gateway: its publisher, its reader and what it believes."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class End:
         self._tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.reader.run())]
 
     async def kill(self) -> None:
-        """End it without a last message."""
+        """End the gateway without a last message."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -210,7 +210,7 @@ class End:
             await wire.close()
 
     async def stop(self) -> None:
-        """Stop it regularly."""
+        """Stop the gateway in an orderly way, with a last message."""
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)

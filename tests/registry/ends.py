@@ -79,7 +79,7 @@ class Gateway:
         return all(self.held(engine.pod) == engine.keys for engine in engines)
 
     async def wait_equal(self, *engines: FakeEngine, deadline_s: float = 30.0) -> None:
-        await wait_until(lambda: self.agrees(*engines), deadline_s, "the index's equality with what the engines hold")
+        await wait_until(lambda: self.agrees(*engines), deadline_s, "an index that equals what the engines hold")
 
 
 @contextlib.asynccontextmanager
@@ -91,4 +91,4 @@ async def _at_work(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task], timeout=5)
-        assert task.cancelled(), "it must end at once when told to"
+        assert task.cancelled(), "the work must end at once when it is cancelled"

@@ -1,4 +1,4 @@
-"""Whatever happens to Redis or to gateways: after a quiet time, all of them believe the same.
+"""Whatever happens to Redis or to gateways, all gateways believe the same after a quiet time.
 
 In virtual time, with a scripted server. The gateways are compared with one index that gets all events.
 """
@@ -23,9 +23,9 @@ from tests.registry.belief_ends import TTL_S, End, ScriptedServer, ScriptedWire
 PODS = [PodId("a"), PodId("b")]
 QUIET_S = 8.0
 WRITTEN_S = 45.0
-"""By then all changes are written, so new gateways know again what was in a trimmed stream."""
+"""After this time all changes are written, so new gateways know again what was in a trimmed stream."""
 PHASES = (Phase.explicit, Phase.generate)
-"""Without shrinking: a failing example takes seconds, and thousands of shorter ones take minutes."""
+"""Without shrinking: an example takes seconds, so trying thousands of shorter ones would take very long."""
 
 
 def chain(text: str) -> Keys:
@@ -119,7 +119,7 @@ def believed(index: PrefixIndex) -> dict[PodId, set[int]]:
 
 
 def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -> list[dict[PodId, set[int]]]:
-    """Return what each gateway, and a new one, believes in the end."""
+    """Return what each gateway, and an additional new one, believes in the end."""
 
     async def run() -> list[dict[PodId, set[int]]]:
         await play.begin()
@@ -129,7 +129,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -
             await asyncio.sleep(quiet_s)
             play.ends.append(await play.add())
             await asyncio.sleep(quiet_s)
-            assert not any(end.sink.in_flight for end in play.ends), "all requests have ended"
+            assert not any(end.sink.in_flight for end in play.ends), "a request has not ended"
             return [believed(end.sink.index) for end in play.ends]
         finally:
             await play.end()
@@ -150,7 +150,7 @@ def test_gateways_know_what_a_single_gateway_would_know(deeds: list[tuple[Any, .
 
 
 def deeds_of(seed: int) -> tuple[list[tuple[Any, ...]], int]:
-    """Return random deeds and faults, and the size of the gateways' backlogs in bytes; a seed always gives the same."""
+    """Return deeds and faults that the seed determines, and the size of the gateways' backlogs in bytes."""
     rng = random.Random(seed)
     names = ("route", "route", "undo", "refute", "forget", "wait", "lose", "trim", "flush", "away", "kill", "stop")
 
@@ -184,12 +184,12 @@ def check_they_agree(deeds: list[tuple[Any, ...]], backlog_bytes: int) -> None:
     for found in others:
         assert found == first
     for pod in PODS:
-        assert first[pod] <= play.routed[pod], "nothing was ever made up"
+        assert first[pod] <= play.routed[pod], "no gateway believes what never happened"
 
 
 @pytest.mark.parametrize("seed", range(1000, 1015))
 def test_gateways_agree_again_after_any_fault(seed: int) -> None:
-    """One of the faults is a backlog that is too small for the time while Redis is down."""
+    """One of the faults is a backlog that is too small for the messages while Redis is down."""
     check_they_agree(*deeds_of(seed))
 
 
@@ -200,6 +200,6 @@ def test_an_emptied_pod_is_told_again_when_the_message_was_lost(backlog_bytes: i
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.2, 2.0])
 def test_a_request_that_never_ran_counts_for_nothing_even_if_its_message_was_slow(delay_s: float) -> None:
-    """A message has the time at which Redis got it, so a slow one seems to be about a later request."""
+    """The time of a message is when Redis got it, so a slow message seems to be about a later request."""
     for found in played(Play(), [("undo", 0, "a", chain("ab"), delay_s)]):
         assert not any(found.values())

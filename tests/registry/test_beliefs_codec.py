@@ -1,4 +1,4 @@
-"""Gateways' messages survive encoding and decoding; nothing else is taken for a message."""
+"""Gateways' messages survive encoding and decoding. Other bytes are refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_another_version_is_told_apart_from_nonsense() -> None:
 
 
 def test_few_bytes_cannot_ask_for_much_memory() -> None:
-    """Many chains that share all of one long chain are counted before they are made."""
+    """Many chains that all begin with one long chain are counted before memory for them is allocated."""
     keys = tuple(PrefixKey(i) for i in range(60_000))
     chains, events = 200, 200
     head = beliefs_codec._HEAD.pack(1, 0, 1, 256, 1, 1, 0.0, chains, events, len(keys))

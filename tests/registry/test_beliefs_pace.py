@@ -1,4 +1,4 @@
-"""When gateways tell each other of requests: the pods at once, within a bound; the rest soon, or in batches."""
+"""When gateways tell each other of requests: a request's pod at once, up to a rate; the rest soon or in batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GATEWAYS = st.integers(2, 1000)
 
 
 def played(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]]:
-    """Play requests with these gaps; return how late each is told, and when messages are sent."""
+    """Play requests with these gaps. Return how many seconds late each is told, and when messages are sent."""
     pace, late_s, sent_s = Pace(), list[float](), list[float]()
     waiting: list[float] = []
     now_s = 0.0
@@ -86,7 +86,7 @@ def test_ends_are_told_early_only_while_ways_can_still_be_told_at_once(gateways:
     for gap_s in gaps_s:
         oldest_s, now_s = now_s, now_s + gap_s
         due_s = pace.due_s(oldest_s, None, gateways)
-        assert due_s <= max(oldest_s + LINGER_S, last_s + rest_s(gateways)) + 1e-9, "no later than in batches"
+        assert due_s <= max(oldest_s + LINGER_S, last_s + rest_s(gateways)) + 1e-9, "no later than a batch is sent"
         if due_s <= now_s:
             early += now_s < last_s + rest_s(gateways)
             last_s = now_s
@@ -110,7 +110,7 @@ def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
     assert notebook.oldest_routed_s is None
     number = notebook.routed(POD, "0" * 32, KEYS, 2.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
     assert notebook.oldest_routed_s == 2.0
-    assert len(heard) == 2, "the way of a request is told sooner than the wish that waited"
+    assert len(heard) == 2, "a request's pod is told sooner than the wish that waited"
     notebook.routed(POD, "0" * 32, KEYS, 3.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
     assert notebook.oldest_routed_s == 2.0
     notebook.take(4.0)
@@ -145,7 +145,7 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_soon(quiet_s: 
                 if isinstance(event, Routed | Ended) and event.number == number
             }
             assert told[Routed] - routed_at_s < 0.004
-            assert told[Ended] - ended_at_s < LINGER_S + 0.004, "there is room for more messages"
+            assert told[Ended] - ended_at_s < LINGER_S + 0.004, "more messages may be sent, so the end is told early"
         finally:
             await end.kill()
 
@@ -157,8 +157,8 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_soon(quiet_s: 
 
 
 def read(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]]:
-    """Play messages with these gaps, for a reader whose reads take no time; return how late each is read, and when
-    reads were answered."""
+    """Play messages with these gaps for a reader whose reads take no time. Return how many seconds late each is read,
+    and when reads were answered."""
     pace, late_s, answered_s, reads_from_s = ReadPace(), list[float](), list[float](), -math.inf
     waiting = list(itertools.accumulate(gaps_s))
     while waiting:

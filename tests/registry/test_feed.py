@@ -1,4 +1,4 @@
-"""Which delta follows, whatever comes twice, late or never."""
+"""A feed knows which delta must follow, if deltas come twice, late or never."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
 def test_what_becomes_of_a_delta(epoch: int, seq: int, verdict: Verdict) -> None:
     feed = PodFeed("llama")
     delta = message(MessageKind.DELTA, epoch, seq)
-    assert feed.judge(delta) is Verdict.RESYNC, "nothing is loaded yet"
+    assert feed.judge(delta) is Verdict.RESYNC, "no snapshot is loaded yet"
     feed.applied(message(MessageKind.SNAPSHOT, 1, 3), now_s=0.0)
     feed.applied(message(MessageKind.DELTA, 1, 4), now_s=0.0)
     assert feed.judge(delta) is verdict

@@ -25,7 +25,7 @@ TOKENS = BLOCK // 4
 
 
 class SmallCache(ScriptedEngine):
-    """An engine that publishes nothing and keeps `blocks` blocks of prompts, least recently used last."""
+    """An engine that publishes nothing and keeps the `blocks` blocks of prompts that were used last."""
 
     def __init__(self, blocks: int, *, token_s: float = 0.0) -> None:
         super().__init__(None, self._complete)
@@ -35,7 +35,7 @@ class SmallCache(ScriptedEngine):
         self._turn = asyncio.Lock()
         self.prompt_tokens = self.cached_tokens = 0
         self.stays = False
-        """Whether the engine outlives the gateway that it was started for."""
+        """Whether the engine continues when the gateway that it was started for ends."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -114,8 +114,8 @@ async def ask(gateway: Gateway, prompt: str, **fields: object) -> None:
 
 
 async def hit_rate(redis_server: RedisServer, count: int) -> float:
-    """Return the hit rate of the same requests, sent to `count` gateways in turn. Each request waits until all gateways
-    know about the one before."""
+    """Return the hit rate of always the same requests, sent to `count` gateways in turn. Each request waits until all
+    gateways know about the previous request."""
     engines = [SmallCache(180) for _ in range(2)]
     async with gateways(redis_server, count, *engines, policy="cache_aware") as started:
         for i, prompt in enumerate(prompts(1, 40, prefixes=6, blocks=12)):

@@ -69,7 +69,7 @@ async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServe
     publisher.follow_pace(1000)
     await asyncio.sleep(FLEET_REMEMBERED_S / 2 + 1)
     publisher.follow_pace(10)
-    assert publisher._periods == periods(1000), "the large fleet was heard of again half a minute ago"
+    assert publisher._periods == periods(1000), "a gateway reported the large fleet again half a minute ago"
     await asyncio.sleep(FLEET_REMEMBERED_S / 2)
     publisher.follow_pace(10)
     assert publisher._periods == Periods()
@@ -82,7 +82,7 @@ async def test_a_gateway_replays_a_long_stream_in_pages(
     monkeypatch.setattr(reader, "LOADS_AT_A_TIME", 2)
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(5)]
     with redis.Redis.from_url(redis_server.url) as client:
-        for engine in engines:  # an empty snapshot, and everything in the stream after it
+        for engine in engines:  # the snapshot is empty, so all keys are in the stream after it
             snapshot = RegistryMessage(MessageKind.SNAPSHOT, 256, 1, 0, LoadReport())
             client.set(snapshot_key(MODEL, engine.pod), encode(snapshot), ex=60)
         for seq in range(1, 12):
@@ -127,7 +127,7 @@ async def test_odd_entries_are_no_end(redis_server: RedisServer) -> None:
             client.xadd(stream_key(MODEL), {"x": b"1"})
             client.xadd(stream_key(MODEL), {"p": b"a"})
             client.xadd(stream_key(MODEL), {"other": b"1", "p": b"nobody", "d": b"\xff\xfe"})
-        # The pod's own entry has no message. The replay after the snapshot may meet it again.
+        # The second entry names the pod but has no message. The replay after the snapshot may refuse it once more.
         await wait_until(lambda: gateway.reader.status().refused >= 1)
         engine.change({2: Tier.GPU})
         await gateway.wait_equal(engine)
@@ -138,7 +138,7 @@ async def test_a_registry_whose_only_speaker_has_left_has_expired(redis_server: 
     async with Gateway(redis_server).following(speaker, dead) as gateway, speaker.running():
         async with dead.running():
             await wait_until(lambda: gateway.reader.reports(dead.pod) and gateway.reader.reports(speaker.pod))
-        await wait_until(lambda: gateway.reader.status().pods_synced == 1)  # the other's lease has run out
+        await wait_until(lambda: gateway.reader.status().pods_synced == 1)  # the lease of `dead` has run out
         assert not gateway.reader.expired
         gateway.reader.set_pods({dead.pod: MODEL})
         assert gateway.reader.expired

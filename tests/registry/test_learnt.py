@@ -1,4 +1,4 @@
-"""What answers have taught outlives the gateway that learnt it: a record in Redis from which a new gateway starts."""
+"""What a gateway has learnt from answers outlives it: a new gateway starts from a record in Redis."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ async def test_old_and_broken_records_are_passed_over(redis_server: RedisServer)
         }
         await redis.hset(LEARNT_KEY, mapping=records)
         found = await loaded(redis_server)
-        assert set(await redis.hkeys(LEARNT_KEY)) == {b"broken", b"\xff", b"m"}  # otherwise records would pile up
+        assert set(await redis.hkeys(LEARNT_KEY)) == {b"broken", b"\xff", b"m"}  # old records are removed
     assert found.pop("m") == RECORD
-    assert list(found) == ["�"]  # no model's name, so it is nobody's
+    assert list(found) == ["�"]  # this is no model's name, so nobody uses the record
 
 
 async def test_without_redis_a_gateway_learns_by_itself(unused_tcp_port: int) -> None:

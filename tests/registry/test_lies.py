@@ -54,7 +54,7 @@ async def test_a_pod_that_lies_costs_itself_its_report_and_the_others_nothing(
         await wait_until(lambda: gateway.reader.status().refused + gateway.reader.status().unknown > 0)
         honest.change({77: Tier.GPU})
         liar.change({78: Tier.GPU})
-        await gateway.wait_equal(liar, honest)  # the liar's keys come with its next snapshot
+        await gateway.wait_equal(liar, honest)  # the liar's keys arrive with its next snapshot
         assert gateway.loads[PodId("honest")].running == 11
 
 
@@ -67,9 +67,7 @@ async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: Red
         honest.change({1: Tier.GPU})
         await gateway.wait_equal(honest)
         await wait_until(lambda: gateway.reader.status().refused > 0)
-        await wait_until(
-            lambda: gateway.reader.status().connected
-        )  # once the reading in which it was refused has ended
+        await wait_until(lambda: gateway.reader.status().connected)  # when the read that met the lie has ended
         assert PodId("ghost") not in gateway.loads
 
 
@@ -87,7 +85,7 @@ async def test_snapshots_are_read_a_few_at_a_time(redis_server: RedisServer, mon
 @settings(max_examples=300)
 @given(st.binary(min_size=LOAD_REPORT_BYTES, max_size=LOAD_REPORT_BYTES), st.floats(0, 100), st.integers(0, 10**6))
 def test_whatever_is_believed_of_a_load_can_be_looked_at(noise: bytes, later_s: float, tokens: int) -> None:
-    """The second report has plausible costs, because floats made of random bytes hardly ever pass the decoder."""
+    """The second of the reports has plausible costs, because random bytes hardly ever pass the decoder as floats."""
     for report in (noise, noise[:-40] + struct.pack("<5d", *(abs(byte) / 256 for byte in noise[-5:]))):
         data = bytearray(encode(RegistryMessage(MessageKind.DELTA, 256, 1, 1, LoadReport())))
         data[24 : 24 + LOAD_REPORT_BYTES] = report

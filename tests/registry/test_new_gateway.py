@@ -1,4 +1,4 @@
-"""A gateway that has just started knows what earlier ones know: what pods hold, and what answers have taught."""
+"""A new gateway knows what earlier gateways know: what pods hold, and what was learnt from answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.router.gateway.helpers import Gateway, ScriptedEngine, event, eventua
 
 BLOCK = 32
 TOKENS_PER_BYTE = 0.42
-"""Far from the 0.25 that a gateway assumes."""
+"""Far from the 0.25 tokens per byte that a gateway assumes at first."""
 PREFIXES, PREFIX_BYTES, REQUESTS = 8, 1540, 96
 """A prefix has six keys of 107 tokens, and each prompt adds a few more. Each prefix is requested twelve times in a row,
 every second time from the same engine."""
@@ -40,7 +40,7 @@ class FullCache(ScriptedEngine):
         super().__init__(None, self._complete)
         self._cache: OrderedDict[object, None] = OrderedDict()
         self.stays = True
-        """Whether the engine outlives the gateway that it was started for."""
+        """Whether the engine continues when the gateway that it was started for ends."""
 
     async def stop(self) -> None:
         if not self.stays:
@@ -106,8 +106,8 @@ PREFIX_TEXTS = [f"{i:03}" + random.Random(i).randbytes(PREFIX_BYTES // 2).hex() 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["after", "beside"])
 async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: RedisServer, stays: bool) -> None:
-    """It believes the same of each pod, though it has seen no answer and so cannot know the tokens per key. It has the
-    same constants of the pods' speed and caches, and makes the same predictions."""
+    """It believes the same of each pod, although it has seen no answer that shows the tokens per key. It has the same
+    constants of the pods' speed and caches, and makes the same predictions."""
     rng = random.Random(5)
     async with engines() as both, contextlib.AsyncExitStack() as stack:
         old = await stack.enter_async_context(gateway(redis_server, both))

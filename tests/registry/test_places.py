@@ -1,4 +1,4 @@
-"""Where conversations are: a bounded memory that forgets, with Redis behind it."""
+"""Which pods have which conversations: a bounded memory that forgets, backed by Redis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9)) | st.floats(0, PLACE_TTL_S), max_size=25))
 def test_the_latest_are_known_until_they_end(steps: list[tuple[str, int] | float]) -> None:
-    """Compare with a dict of all that was stored, with its time."""
+    """Compare with a dict of all stored places and the times when they expire."""
     clock = Clock()
     memory, model = Places(clock), dict[str, tuple[Place, float]]()
     for step in steps:

@@ -39,9 +39,9 @@ async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_is_not(re
     engine.publisher._periods = Periods(heartbeat_s=1000.0)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         await wait_until(lambda: engine.pod in gateway.loads)
-        engine.keys[PrefixKey(1)] = Tier.GPU  # its load counts its keys, but no change is published
+        engine.keys[PrefixKey(1)] = Tier.GPU  # the engine's load counts its keys, but this publishes no change of keys
         await wait_until(lambda: gateway.loads[engine.pod].running == 1)
-        with redis.Redis.from_url(redis_server.url) as client:  # the publisher counts only after Redis's answer
+        with redis.Redis.from_url(redis_server.url) as client:  # the publisher counts only what Redis has confirmed
             sent = client.xlen(stream_key(MODEL))
             await asyncio.sleep(0.5)
             assert client.xlen(stream_key(MODEL)) == sent
@@ -89,7 +89,7 @@ async def test_heartbeats_renew_a_lease(redis_server: RedisServer) -> None:
 
             await wait_until(is_renewed)
             assert client.get(key) == b""
-        assert not client.exists(key), "given up at the end"
+        assert not client.exists(key), "the engine gives its lease up when it ends"
 
 
 async def test_nothing_is_left_in_redis_for_ever(redis_server: RedisServer) -> None:
@@ -175,7 +175,7 @@ async def test_a_silent_pod_leaves_the_index_when_its_lease_ends(redis_server: R
             living.change(dict.fromkeys(range(10), Tier.GPU))
             await gateway.wait_equal(dying, living)
         await asyncio.sleep(LEASE_S / 3)
-        assert gateway.held(dying.pod), "within its lease the pod is still believed"
+        assert gateway.held(dying.pod), "until its lease ends, the pod's keys are still believed"
         await wait_until(lambda: not gateway.held(dying.pod), LEASE_S + 2)
         await gateway.wait_equal(living)
         assert not gateway.reader.expired
@@ -190,7 +190,7 @@ async def test_flushall_is_survived(redis_server: RedisServer) -> None:
             client.flushall()
         engine.change({500: Tier.GPU}, removed={1})
         await gateway.wait_equal(engine)
-        async with Gateway(redis_server).following(engine) as late:  # the snapshot is back, too
+        async with Gateway(redis_server).following(engine) as late:  # the engine has written its snapshot again, too
             await late.wait_equal(engine)
 
 
@@ -202,7 +202,7 @@ async def test_redis_stopped_and_restarted(redis_server: RedisServer) -> None:
         redis_server.stop()
         await wait_until(lambda: not gateway.reader.status().connected)
         engine.change({500: Tier.GPU}, removed={1})
-        assert gateway.held(engine.pod), "the last known index serves on"
+        assert gateway.held(engine.pod), "the last known index is still used"
         await wait_until(lambda: gateway.reader.expired, LEASE_S + 3)
         await wait_until(lambda: not gateway.held(engine.pod), 2.0)
         redis_server.start()

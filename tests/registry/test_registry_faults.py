@@ -29,7 +29,7 @@ async def test_a_publisher_leaves_a_server_that_was_demoted(redis_server: RedisS
         engine.change(dict.fromkeys(range(10), Tier.GPU))
         await gateway.wait_equal(engine)
         with redis_server.replaced() as old:
-            old.replicaof("127.0.0.1", 1)  # it goes on running, and refuses writes
+            old.replicaof("127.0.0.1", 1)  # the server continues to run, and refuses writes
             engine.change({500: Tier.GPU}, removed={1})
             await gateway.wait_equal(engine)
 
@@ -54,7 +54,7 @@ async def test_a_gateway_is_connected_though_all_are_silent(redis_server: RedisS
             began_s = asyncio.get_running_loop().time()
             while client.info("stats")["total_connections_received"] == connections:
                 assert asyncio.get_running_loop().time() - began_s < LEASE_S + 5, (
-                    "the gateway connected anew because it heard nothing"
+                    "the gateway connected again because it heard nothing"
                 )
                 assert gateway.reader.status().connected
                 await asyncio.sleep(0.01)
@@ -151,7 +151,7 @@ async def test_engines_of_another_stride_are_named_once_each(
 
 async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer) -> None:
     engine = FakeEngine(redis_server, "a", epoch=1)
-    ahead = b"99999999999999-0"  # by a clock that Redis no longer has
+    ahead = b"99999999999999-0"  # the id comes from a clock that Redis no longer has
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as gateway:
             client.xadd(stream_key(MODEL), {"x": "y"}, id=ahead)
@@ -192,7 +192,7 @@ async def test_other_work_goes_on_between_the_snapshots_of_two_pods(
         async with asyncio.timeout(10):
             while not all(feed.looked for feed in gateway.reader._feeds.values()):  # noqa: ASYNC110  # at once
                 await asyncio.sleep(0)
-        assert gateway.agrees(*engines), "a key that was found counts only once it is in the index"
+        assert gateway.agrees(*engines), "a feed may only say that it has looked once its keys are in the index"
         turns.cancel()
     assert len(set(loaded_at[:4])) == 4
 
@@ -204,7 +204,7 @@ async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: Re
         await gateway.wait_equal(engine)
         gateway.reader.set_pods({engine.pod: "another"})
         assert not gateway.held(engine.pod)
-        async with connect(redis_server.url) as client:  # a load that began before
+        async with connect(redis_server.url) as client:  # load the pod as a load does that began earlier
             gateway.reader._tails[MODEL] = b"0-0"
             await gateway.reader._load(client, MODEL, [engine.pod])
         assert not gateway.held(engine.pod)

@@ -1,4 +1,4 @@
-"""Engines and gateways as users of Redis that may do only what they need."""
+"""Engines and gateways connect as users of Redis that may do only what they need."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ async def test_a_gateway_leaves_a_server_that_was_demoted(redis_server: RedisSer
     async with syncing(redis_server, "a", a):
         await wait_until(lambda: b"a" in stored(redis_server))
         with redis_server.replaced() as old:
-            old.replicaof("127.0.0.1", 1)  # it goes on running, and refuses writes
+            old.replicaof("127.0.0.1", 1)  # the server continues to run, and refuses writes
             await wait_until(lambda: b"a" in stored(redis_server))
 
 
@@ -135,7 +135,7 @@ async def test_reports_of_gateways_that_are_gone_are_not_counted_and_go(redis_se
         assert stored(redis_server).keys() == {b"a", b"late", b"live", b"garbage"}
         await wait_until(lambda: a.share(PrefixKey(66), loop.time()) > 0)
     assert a.share(PrefixKey(55), loop.time()) == 0.0
-    # `live` counts 8; `late` is a half-life old and counts 8 / 2; the own traffic counts 4.
+    # The weight of `live` is 8. `late` is a half-life old, so its weight is 8 / 2. The own traffic has 4.
     assert a.share(PrefixKey(66), loop.time()) == pytest.approx(12 / 16, abs=0.02)
 
 

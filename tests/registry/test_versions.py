@@ -57,7 +57,7 @@ def later(seq: int) -> bytes:
 
 
 async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisServer) -> None:
-    """This holds for stream and snapshot. The pod counts as one that publishes nothing; the others are not affected."""
+    """This holds for stream and snapshot. The pod is treated as if it published nothing; others are not affected."""
     known, newer = FakeEngine(redis_server, "known", epoch=1), FakeEngine(redis_server, "newer", epoch=1)
     with redis.Redis.from_url(redis_server.url) as client:
         client.set(snapshot_key(MODEL, newer.pod), later(1), ex=60)
@@ -80,7 +80,7 @@ async def test_a_later_version_is_counted_and_passed_over(redis_server: RedisSer
 async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_reads_it(
     redis_server: RedisServer,
 ) -> None:
-    """A reader takes the fields by name, so further fields change nothing: the message is the same to the byte."""
+    """Readers find fields by name, so they ignore further fields. The message itself is the same to the byte."""
     tiered, plain = FakeEngine(redis_server, "tiered", epoch=1), FakeEngine(redis_server, "plain", epoch=1)
     tiered.fetch = FetchCosts(FetchCost(0.0, 3e-6), FetchCost(0.002, 4e-5))
     with redis.Redis.from_url(redis_server.url) as client:
@@ -97,7 +97,7 @@ async def test_fetch_costs_are_beside_the_message_so_that_the_version_before_rea
                 assert decode(entry[b"d"]).load.fetch == FetchCosts()
             broken = {**entries[-1], "p": tiered.pod, "f": b"\x01\x00\x09\x00"}
             client.xadd(stream_key(MODEL), broken)
-            # The replay after the snapshot may meet the entry again.
+            # The replay after the snapshot may refuse the entry once more.
             await wait_until(lambda: gateway.reader.status().refused >= 1)
             await gateway.wait_equal(tiered)
 
@@ -114,7 +114,7 @@ async def test_an_engine_that_is_upgraded_first_is_no_reason_to_mistrust_the_reg
             client.xadd(stream_key(MODEL), {"p": engine.pod, "d": later(1)})
             await wait_until(lambda: not gateway.held(engine.pod))
             assert not gateway.reader.reports(engine.pod)
-            assert not gateway.reader.expired, "no pod with entries has fallen silent"
+            assert not gateway.reader.expired, "the pod still publishes, although in a later version"
             back = FakeEngine(redis_server, "a", epoch=2)
             async with back.running():  # the upgrade is rolled back
                 back.change({2: Tier.GPU})

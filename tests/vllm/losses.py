@@ -1,4 +1,4 @@
-"""Why hits were lost: classifies each request of a trace by what had been sent to which pod before it."""
+"""Shows why hits were lost: classifies each request of a trace by which requests had been sent to which pod before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 from tests.vllm.servers import BLOCK_TOKENS
 
 SLACK_BLOCKS = 2
-"""A reuse that is up to this much shorter than the prefix is a hit, because prompts end within blocks."""
+"""A reuse that is shorter than the prefix by up to this many blocks is a hit, because prompts end within blocks."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ KEEPER = Path(__file__).with_name("keeper.py")
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """How a server is started. `blocks`: blocks of its KV pool."""
+    """How a server is started. `blocks` is the number of blocks in its KV pool."""
 
     blocks: int = 640
     max_model_len: int = 4096
@@ -85,7 +85,7 @@ class VllmServer:
             "OMP_NUM_THREADS": "1",
             **spec.environ,
         }
-        environ.pop("PYTHONPATH", None)  # this environment's packages are not the server's
+        environ.pop("PYTHONPATH", None)  # the server must not use this environment's packages
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -108,7 +108,7 @@ class VllmServer:
             time.sleep(0.25)
 
     def answers(self) -> bool:
-        """Whether it says that it is healthy."""
+        """Whether the server says that it is healthy."""
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
             return bool(answer.status == 200)
         return False

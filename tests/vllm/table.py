@@ -117,7 +117,8 @@ async def ask(http: aiohttp.ClientSession, url: str, ask: Ask, began_s: float) -
 
 
 async def play(programs: Sequence[Program], asks: Sequence[Ask]) -> list[Seen]:
-    """Send the requests in order, `IN_FLIGHT` at a time, each to the gateway that has its place at that moment."""
+    """Send the requests in order, `IN_FLIGHT` at a time. `programs` may change meanwhile: a request goes to the program
+    that then has its gateway's number in the list."""
     began_s, left = time.monotonic(), iter(asks)
     seen: list[Seen] = []
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
@@ -161,7 +162,7 @@ def measure(
 
 
 def rows(cells: Sequence[Cell]) -> Iterator[str]:
-    """The table in Markdown: the median of each cell's sittings, and all of them."""
+    """Yield the lines of the table in Markdown: for each cell the median of its sittings, and all of them."""
     yield "| policy | gateways | requests | hits, share of the attainable reuse: median | sittings | mean TTFT |"
     yield "|---|--:|--:|--:|---|--:|"
     order = sorted(cells, key=lambda cell: (cell.policy, cell.requests, cell.gateways))

@@ -63,7 +63,7 @@ class Fronts:
             return Answer(answer.status, await answer.json(), answer.headers.get(headers.POD, ""))
 
     async def ask(self, question: str, name: str | None, *, gateway: int = 0) -> Answer:
-        """Ask the question behind the named cache; with `name` None the request contains the contents itself."""
+        """Ask a question that follows the named cache. With `name` None, the request contains the contents itself."""
         messages = [{"role": "user", "content": question}]
         fields: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0.0}
         if name is None:
@@ -92,7 +92,7 @@ async def create(fronts: Fronts, **fields: str) -> str:
 
 
 async def test_a_cache_stored_once_is_reused_by_all_requests_that_name_it(fronts: Fronts) -> None:
-    """Either gateway sends the request to the pod that has the cache; the answer is that to the whole prompt."""
+    """Either gateway sends the request to the pod that has the cache. The answer is the same as to the whole prompt."""
     name = await create(fronts)
     pods = set()
     for number, question in enumerate(QUESTIONS):
@@ -122,7 +122,7 @@ async def test_it_is_renewed_and_ends(fronts: Fronts) -> None:
     assert (gone.status, gone.body["error"]["code"]) == (404, "cache_not_found")
     short = await create(fronts, ttl="2s")
     await asyncio.sleep(2.5)
-    assert (await fronts.ask(QUESTIONS[0], short)).status == 404, "its time is over"
+    assert (await fronts.ask(QUESTIONS[0], short)).status == 404, "the cache has expired"
 
 
 async def test_a_cache_is_made_again_if_its_pod_has_died(fronts: Fronts, pair: list[VllmServer]) -> None:
@@ -136,5 +136,5 @@ async def test_a_cache_is_made_again_if_its_pod_has_died(fronts: Fronts, pair: l
     third, fourth = [await fronts.ask(question, name) for question in QUESTIONS[2:]]
     assert third.status == 200, third.body
     assert third.pod == fourth.pod != first.pod
-    assert third.prompt[1] == 0, "the other pod has computed it"
+    assert third.prompt[1] == 0, "the other pod has computed the contents anew"
     assert fourth.prompt[1] > 0.9 * fourth.prompt[0] - BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""A gateway's beliefs about a real vLLM by its KV events, compared with the cache that the events rebuild."""
+"""What a gateway believes of a real vLLM from its KV events, compared with the cache that the same events rebuild."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 STRIDE = 256
 LEAST_RIGHT = 0.97
-"""Several kinds of traffic reached 99 to 100 %; see router/events."""
+"""The share of keys that must be believed rightly. Several kinds of traffic reached 99 to 100 %; see router/events."""
 REQUESTS, PREFIXES = 72, 24
 REQUEST_S = 60.0
 READY_S = 30.0
@@ -138,7 +138,7 @@ async def complete(url: str, texts: Iterable[str]) -> None:
 
 
 def compared(app: web.Application, server: VllmServer, cache: Cache, texts: Iterable[str]) -> Counter[str]:
-    """Count the keys that are held and not held, and in each group those that are believed to be held."""
+    """Count the keys, those that are held, and those about which the belief is right."""
     (pod,) = app[FLEET].admitted()
     now_s = asyncio.get_running_loop().time()
     seen: set[int] = set()

@@ -30,7 +30,7 @@ from tests.vllm.traffic import Traffic, stream
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 FOUND_S = 8.0
-"""Seconds, enough for probes every 2 s with a jitter of one fifth, one answer, and a busy machine."""
+"""Seconds that suffice for probes every 2 s with a jitter of one fifth, for one answer, and on a busy machine."""
 TRAFFIC_S = 60.0
 """Seconds that a busy machine may take for a few short streams."""
 DRAINED_S = 330.0
@@ -64,10 +64,10 @@ class Front:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(begins))
 
     async def until(self, condition: Callable[[], Awaitable[bool]], within_s: float = FOUND_S) -> float:
-        """Return the seconds until `condition` holds. Raise AssertionError if it does not within `within_s`."""
+        """Return the seconds until `condition` is true. Raise AssertionError if that takes more than `within_s`."""
         began_s = time.monotonic()
         while not await condition():
-            assert time.monotonic() - began_s < within_s, "the gateway has not seen it"
+            assert time.monotonic() - began_s < within_s, "the gateway has not noticed"
             await asyncio.sleep(0.05)
         return time.monotonic() - began_s
 
@@ -140,7 +140,7 @@ async def front(three: list[VllmServer], redis: RedisServer) -> AsyncIterator[Fr
 
 
 async def test_a_full_server_is_full_and_not_broken(three: list[VllmServer], redis: RedisServer) -> None:
-    async with before(three, redis, "--queue-timeout-s", "0") as front:  # or the gateway's queue keeps it from filling
+    async with before(three, redis, "--queue-timeout-s", "0") as front:  # no queue, so that the server fills
 
         async def was_full() -> bool:
             return await front.metric('warmroute_gateway_retries_total{reason="status"}') > 0
@@ -171,7 +171,7 @@ async def test_a_reset_waits_for_the_blocks_in_use_and_else_says_so(front: Front
             return str((await answer.json())["pods"][name])
 
     short = await front.begin(three[1], 100)
-    assert await reset() == "ok", "repeated until the stream had ended"
+    assert await reset() == "ok", "the gateway repeated the reset until the stream had ended"
     await asyncio.wait_for(short, 2.0)
     long = await front.begin(three[1], 3500)
     said = await reset()
@@ -251,7 +251,7 @@ async def test_what_a_server_gives_up_before_the_first_token_comes_from_elsewher
             return list(SseDecoder().feed(await answer.read()))
 
     async def computes() -> bool:
-        """Whether the core has some of the requests; it takes a few steps to read their prompts."""
+        """Whether the core has some of the requests, whose prompts it reads in a few steps."""
         return await asyncio.to_thread(sleeps.metric, "vllm:num_requests_running") > 0
 
     async with before([sleeps, stays], redis) as front:
@@ -307,7 +307,7 @@ async def test_a_server_that_drains_is_left_at_its_first_word(front: Front, thre
         assert traffic.failures == []
         await front.check_no_noise()
     finally:
-        await front.until(has_ended, DRAINED_S)  # or the next test takes the server for a living one
+        await front.until(has_ended, DRAINED_S)  # otherwise the next test would use the server
 
 
 async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[VllmServer]) -> None:
@@ -320,13 +320,13 @@ async def test_a_core_that_is_killed_costs_no_stream(front: Front, three: list[V
 
     async with Traffic(front.program.url, 4) as traffic:
         long = await front.begin(killed, 2000)
-        os.kill(core_pid, signal.SIGKILL)  # at its first token: a starved test may miss hundreds of later ones
+        os.kill(core_pid, signal.SIGKILL)  # at the first token: a starved test may miss hundreds of later ones
         assert not long.done(), "it ended too soon: the test shows nothing"
         out_s = await front.until(is_out)
         usage = await long
         await front.until_done(traffic, 8)
     print(f"killed: left after {out_s:.2f} s, {traffic.done} streams, slowest {traffic.slowest_s:.1f} s")
-    assert usage["completion_tokens"] >= 2000 / 2, "the rest came from elsewhere"
+    assert usage["completion_tokens"] >= 2000 / 2, "another server gave the rest"
     assert traffic.failures == []
     assert await front.metric('warmroute_gateway_broken_attempts_total{then="resumed"}') > 0
     await front.check_no_noise()

@@ -1,4 +1,4 @@
-"""A real vLLM continues the text of another server's answer: at `/v1/responses`, and at chats for `/v1/messages`."""
+"""A real vLLM continues the text of another server's answer, at `/v1/responses`, and as a chat for `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def said(events: list[dict[str, Any]], text: str) -> tuple[bytes, Said]:
 
 
 async def test_a_response_goes_on_as_a_chat_does(servers: list[VllmServer]) -> None:
-    """Both are greedy, so they give the same text for the same prompt tokens. The events continue in order."""
+    """Response and chat are greedy, so they have the same text for the same prompt tokens. Events continue in order."""
     fields = {"model": MODEL, "input": QUESTION, "max_output_tokens": 13, **GREEDY}
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": SO_FAR}]
     chat = {"model": MODEL, "messages": messages, "max_tokens": 12, "continue_final_message": True, **GREEDY}
@@ -107,7 +107,7 @@ async def test_the_chat_that_stands_for_a_message_is_the_one_that_vllm_makes(ser
 
 
 async def test_a_message_of_the_assistant_at_the_end_is_a_turn_of_its_own(servers: list[VllmServer]) -> None:
-    """So the gateway requests the rest of a message as a chat. If this test fails, that is no longer needed."""
+    """Therefore the gateway requests the rest of a message as a chat. If this test fails, it need no longer do so."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": SO_FAR}]
     shared = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0.0}
     async with aiohttp.ClientSession() as http:

@@ -22,7 +22,7 @@ def small_server(start_servers: StartServers) -> Iterator[VllmServer]:
 
 
 def played(server: VllmServer) -> list[Batch]:
-    """The scenario's messages."""
+    """The messages that the server publishes during the scenario."""
     with subscribed(server) as subscription:
         scenario(server)
         return [decoded(frames) for frames in subscription.until_quiet()]

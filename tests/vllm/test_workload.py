@@ -1,4 +1,4 @@
-"""The pure parts of the measurement: what can be reused, and why it was not. Runs without vLLM."""
+"""The parts of the measurement that need no vLLM: what can be reused, and why it was not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 def reused_by_one_endless_cache(prompts: list[list[int]]) -> int:
-    """Compute the same independently: an engine that forgets nothing, block by block."""
+    """Compute `attainable` independently, block by block: what an engine reuses if it evicts nothing."""
     cache: list[list[int]] = []
     reused = 0
     for tokens in prompts:

@@ -19,7 +19,7 @@ from tests.vllm.servers import MODEL
 
 OUTPUT_TOKENS = 24
 LATEST_S = 60.0
-"""A stream that is not over by then has failed."""
+"""Seconds after which a stream that has not ended has failed."""
 
 
 class Traffic:
@@ -89,7 +89,7 @@ async def stream(
 
 
 def account(events: Sequence[bytes], tokens: int) -> dict[str, Any]:
-    """Return the usage of a whole stream with one reason and `tokens` tokens. Raise AssertionError for any other."""
+    """Return the usage of a stream with one finish reason and `tokens` tokens. Raise AssertionError for any other."""
     assert events[-1:] == [b"[DONE]"], f"a stream that ends in {events[-1:]}"
     parsed = [orjson.loads(event) for event in events[:-1]]
     reasons = [choice["finish_reason"] for event in parsed for choice in event["choices"] if choice["finish_reason"]]

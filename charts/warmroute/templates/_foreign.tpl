@@ -17,7 +17,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 {{- $kinds | uniq | sortAlpha | toJson }}
 {{- end }}
 
-{{/* Settings of the engine as flags, one a line: true --x, false none, a list --x and then its values, a map as JSON. */}}
+{{/* The engine's settings as flags, one per line. true gives --x, false no flag, a list --x followed by its values, a map its JSON. */}}
 {{- define "warmroute.foreignFlags" -}}
 {{- range $key := keys . | sortAlpha }}
 {{- $value := index $ $key }}
@@ -99,7 +99,7 @@ vLLM and SGLang: what their containers get. (dict "root" $ "model" MODEL "source
 - {{ ternary "--max-model-len" "--context-length" $isVllm }}={{ int . }}
 {{- end }}
 {{- if and .root.Values.engines.apiKey.existingSecret (not $isVllm) }}
-# SGLang has no variable for it.
+# SGLang reads no key from a variable.
 - --api-key=$(WARMROUTE_ENGINE_KEY)
 {{- end }}
 {{- include "warmroute.foreignFlags" $model.flags }}

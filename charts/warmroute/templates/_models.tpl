@@ -54,7 +54,7 @@ Models: the entries of `models` on top of engines.defaults.
 {{- include "warmroute.image" (dict "root" .root "image" $image "repository" $repository) }}
 {{- end }}
 
-{{/* JSON list: the sets of pods in engines.existing, complete. A single one may be a mapping. */}}
+{{/* JSON list: the sets of pods in engines.existing, with all fields. A single set may be given as a mapping. */}}
 {{- define "warmroute.existing" -}}
 {{- $given := .Values.engines.existing | default list }}
 {{- $sets := list }}
@@ -73,7 +73,7 @@ Models: the entries of `models` on top of engines.defaults.
 {{- toJson $sets }}
 {{- end }}
 
-{{/* The first model that a set of existing engines names; empty: none does. */}}
+{{/* The first model that a set of existing engines names; empty if no set names one. */}}
 {{- define "warmroute.existingModel" -}}
 {{- $model := "" }}
 {{- range include "warmroute.existing" . | fromJsonArray }}

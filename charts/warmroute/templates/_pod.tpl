@@ -3,7 +3,7 @@ Parts of every pod.
 */}}
 
 {{/*
-A settings map as flags, one a line: true --x, false --no-x, lists with commas. Large numbers come as floats.
+A settings map as flags, one per line. true gives --x, false gives --no-x, and a list's values are separated by commas. Helm has large numbers as floats.
 YAML reads `prefix_cache: off` as false, which the engine regards as off.
 */}}
 {{- define "warmroute.flags" -}}
@@ -23,8 +23,8 @@ YAML reads `prefix_cache: off` as false, which the engine regards as off.
 {{- end }}
 
 {{/* (dict "chart" LIST "extra" LIST): each name once, from the extra list if both have it. Server-side apply refuses a name
-that is given twice. If an extra variable replaces one of the chart's, it takes that place, and the
-extra ones before it in their list go there too: a variable may only refer to variables above it. */}}
+that is given twice. An extra variable that replaces one of the chart's is put in that one's place. The extra variables listed
+before it are put there, too, because a variable may only refer to variables above it. */}}
 {{- define "warmroute.env" -}}
 {{- $byName := dict }}
 {{- $extras := list }}

@@ -25,7 +25,7 @@ OpenTelemetry: the standard variables, for gateways and for our own engines.
 {{- toYaml $env }}
 {{- end }}
 
-{{/* An egress rule to the port in the collector's URL, at any address, since the collector may be anywhere. */}}
+{{/* An egress rule to the port in the collector's URL, at any address, because the collector may be anywhere. */}}
 {{- define "warmroute.egressOtel" -}}
 {{- with .Values.openTelemetry.endpoint }}
 {{- $port := regexFind ":[0-9]+(/|$)" . | trimPrefix ":" | trimSuffix "/" | default (ternary "443" "80" (hasPrefix "https:" .)) }}

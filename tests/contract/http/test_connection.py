@@ -1,4 +1,4 @@
-"""How a connection reads a server's bytes, cut anywhere, and whether the connection may be reused."""
+"""How a connection reads a server's bytes, wherever they are split, and whether it may be reused."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_connection_that_is_still_open_shows_that_the_server_keeps_them_longer
     exchange = Exchange(now_s).read([LENGTH])
     pool, kept_s = exchange.pool, exchange.pool.kept_s
     now_s[0] += kept_s + 10
-    assert pool.take() is None  # too old, as far as was known
+    assert pool.take() is None  # by what is known so far, it is too old
     assert pool.kept_s == kept_s + 10
     assert not exchange.connection.closed
     second = Connection(pool)

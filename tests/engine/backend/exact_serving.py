@@ -68,6 +68,6 @@ def serve(
 
 
 def empty(backend: TorchBackend, index: IndexKind = IndexKind.HASH) -> PrefixCache:
-    """Return an empty cache over the backend's pool, filled so that reading an unwritten slot shows."""
+    """Return an empty cache over the backend's pool. Every slot has NaN, so reading an unwritten slot shows."""
     backend.pool.data.fill_(torch.nan)
     return PrefixCache(backend.pool.block_count, backend.pool.block_size, index=index)

@@ -31,7 +31,7 @@ def request(number: int, prompt: list[int], outputs: int = OUTPUTS, salt: str = 
 
 
 def beside(count: int) -> list[Request]:
-    """Return other requests, of other lengths."""
+    """Return requests to run in the same batch, each of another length."""
     return [request(100 + i, tokens(5 + 9 * i, seed=50 + i), OUTPUTS + i) for i in range(count)]
 
 
@@ -59,7 +59,7 @@ def test_the_cases_are_of_every_architecture() -> None:
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("bfloat16", 150), ("float16", None)])
 def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path) -> None:
-    """Chunks and hits end next to edges of tiles and blocks. Decoding crosses an edge, and an answer is read again."""
+    """Chunks and hits end next to edges of tiles and blocks. Decoding crosses an edge, and its blocks are reused."""
     model = loaded("Mistral", tmp_path, dtype, sliding_window=window, max_position_embeddings=512)
     backend = TorchBackend(model, block_count=400, block_size=BLOCK_SIZE, exact=True)
     prompt = tokens(2 * KEYS + 40, seed=3)
@@ -83,7 +83,7 @@ def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
-    """Six heads that share their keys, so that a decode has more rows than the smallest product."""
+    """All six heads share one KV head, so a decode multiplies more rows than the smallest matrix product has."""
     model = loaded("Qwen3", tmp_path_factory.mktemp("wide"), head_dim=16, num_key_value_heads=1)
     return TorchBackend(model, block_count=200, block_size=BLOCK_SIZE, exact=True)
 
@@ -132,7 +132,7 @@ def test_equal_prompts_of_two_salts_share_nothing(wide: TorchBackend) -> None:
 
 
 BOUND = 1e-5
-"""Share of the largest logit: without `exact`, greedy tokens may differ if the two best logits are closer than this."""
+"""Without `exact`, greedy tokens may differ if the two best logits are closer than this share of the largest logit."""
 
 
 def with_near_logits(folder: Path) -> TorchBackend:
@@ -147,8 +147,8 @@ def with_near_logits(folder: Path) -> TorchBackend:
 
 
 def near_and_far(warm: Answer, cold: Answer) -> tuple[int, int]:
-    """Count the positions up to the first greedy token that differs: those whose two best logits are closer than the
-    bound, and the others. Fails if the differing one is not close."""
+    """Count positions up to the first greedy token that differs: those whose two best logits are closer than the bound,
+    and the others. Fails if the position that differs is not close."""
     near = far = 0
     for ours, theirs in zip(warm.logits, cold.logits, strict=True):
         best, second = theirs.topk(2).values.tolist()
@@ -173,7 +173,7 @@ def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path
             assert warm.cached_tokens == split
             seen.append(near_and_far(warm, cold))
     near, far = map(sum, zip(*seen, strict=True))
-    assert near, "no gap is under the bound, so the model does not test it"
+    assert near, "no gap is under the bound, so the bound is not tested"
     assert far
 
 
@@ -191,7 +191,7 @@ def test_the_trial_sum_cancels_up_to_rounding(terms: int) -> None:
     exactly = x.double() @ w.double()
     assert float(exactly.abs().max()) < 1e-12
     differs = in_order(x[None], w) != in_order(x.flip(0)[None], w.flip(0))
-    assert differs.float().mean() > 0.3, "another order has other bits"
+    assert differs.float().mean() > 0.3, "a sum in another order has other bits"
 
 
 def test_heights_that_sum_in_another_order_are_left_out() -> None:
@@ -210,7 +210,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
     assert agreeing_heights(last_differs, x, heights) == (1,)
     lowest_differs = lambda rows: (other if len(rows) == 4 else one_order)(rows)  # noqa: E731
     assert agreeing_classes(lowest_differs, x, heights) == [(4,), (8, 16)]
-    assert agreeing_heights(lowest_differs, x, heights) == (8, 16), "the others agree, whatever the first does"
+    assert agreeing_heights(lowest_differs, x, heights) == (8, 16), "the higher ones agree, although the lowest differs"
 
 
 @pytest.mark.parametrize("agreed", [(1,), (4,), (16, 64)])
@@ -218,7 +218,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
 def test_a_library_that_agrees_with_itself_at_few_rows_alone(
     agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six heads share their keys, or three do: more than the library's products have rows."""
+    """Each KV head has six query heads, or three. These may be more rows than the library's products have."""
     model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
     plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
     prompt = tokens(KEYS + 22, seed=1)

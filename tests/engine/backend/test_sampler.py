@@ -1,4 +1,4 @@
-"""The sampler against plain numpy, and its dependence on logits, seed and index alone."""
+"""The sampler equals plain numpy, and depends on nothing but logits, seed and index."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_probabilities_are_those_of_the_definitions(batch: list[tuple[list[float
 
 
 def _on_a_border(row: list[float], p: SamplingParams) -> bool:
-    """Whether float32 could round a cumulative sum across top_p."""
+    """Whether rounding to float32 could move a cumulative sum to the other side of top_p."""
     full = naive_probabilities(row, SamplingParams(p.temperature, 1.0, p.top_k, p.min_p))
     return bool(np.any(np.abs(np.cumsum(np.sort(full)[::-1]) - p.top_p) < 1e-5))
 
@@ -158,7 +158,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
 
 
 def test_the_least_repetition_penalty_leaves_the_order_of_logits() -> None:
-    """This also holds for logits as large as a bias makes them."""
+    """Logits are also as large as a bias can make them."""
     logits = torch.tensor([[150.0, 149.0, -150.0, -149.0, 1.0]])
     p = SamplingParams(temperature=0.01, repetition_penalty=MIN_REPETITION_PENALTY, seed=5)
     assert sample(logits, [request(p, prompt=range(5))])[0].token == 0

@@ -75,7 +75,7 @@ def test_identical_prompts_share_reused_blocks_in_one_step(model: Decoder) -> No
 
 
 def test_both_decode_paths_agree(model: Decoder) -> None:
-    """The sparse path of float32 on the CPU, and the gathered one of every other type and device."""
+    """float32 on the CPU takes the sparse path, and every other type and device takes the gathered one."""
     logits = []
     for sparse in (True, False):
         backend = poisoned(model, 60)

@@ -11,7 +11,7 @@ from engine.cache.sequence import CachedSequence
 from engine.sched.request import KeySpan
 
 Prefix = tuple[str, tuple[int, ...]]
-"""A salt, and the tokens of a chain up to the last one that a block holds."""
+"""A salt, and the tokens of a chain up to the last token in a block."""
 
 
 @dataclass(eq=False)
@@ -24,11 +24,11 @@ class User:
     sequence: CachedSequence
     computed: int = 0
     canonical: list[int] = field(default_factory=list)
-    """The cached block for each leading block hit or committed: kept for this request, even if another computed it."""
+    """The cached block of each leading prefix hit or committed. It is kept, even if another request computed it."""
     source: int | None = None
-    """The block that rows are copied from: kept for this request until it commits."""
+    """The block that rows are copied from. It is kept until this request commits."""
     tail: int | None = None
-    """The request's block that was indexed though it was not full."""
+    """The request's last block, if it was indexed without being full."""
     is_stale: bool = False
     """Whether the request was admitted before a reset."""
 
@@ -70,9 +70,9 @@ class Model:
         return max([whole, *(shared(tokens, known) for salt, tokens in self.cached if salt == user.salt)])
 
     def admitted(self, user: User, cached_tokens: int, free_before: int, is_tight: bool) -> None:
-        """Check that the hits of an admission are right, and the evictions those of leaf-first LRU.
+        """Check that the hits of an admission are right, and that its evictions are those of leaf-first LRU.
 
-        `is_tight`: no block was left to keep besides those that the user needs.
+        `is_tight`: the user needed every available block, so none was left from which to copy rows.
         """
         hits, expected, source = self.expected_hits(user), self.expected_tokens(user), user.sequence.source
         rows = cached_tokens - hits * self.cache.block_size
@@ -83,7 +83,7 @@ class Model:
         if source is not None:
             salt, tokens = self.content[source]
             assert salt == user.salt
-            assert tokens[:cached_tokens] == tuple(user.tokens[:cached_tokens]), "other rows would be copied"
+            assert tokens[:cached_tokens] == tuple(user.tokens[:cached_tokens]), "wrong rows would be copied"
             for prefix in [prefix for prefix, block in self.cached.items() if block == source]:
                 self.idle_since.pop(prefix, None)
             user.source = source
@@ -140,7 +140,7 @@ class Model:
                 user.tail = self.store(tail, user.sequence.blocks[user.computed // size])
 
     def store(self, prefix: Prefix, block: int) -> int:
-        """Return the block that is cached for this prefix from now on. It replaces a block with fewer of the rows."""
+        """Return the block that is cached for this prefix from now on. Tails with fewer of its tokens are dropped."""
         size, (salt, tokens) = self.cache.block_size, prefix
         for n in range((len(tokens) - 1) // size * size + 1, len(tokens)):
             self.cached.pop((salt, tokens[:n]), None)
@@ -205,7 +205,7 @@ class Model:
         for (salt, tokens), block in self.cached.items():
             held_salt, held = self.content[block]
             assert (held_salt, held[: len(tokens)]) == (salt, tokens)
-            assert len(held) == len(tokens) or len(tokens) % size, "rows beyond those indexed are in tails alone"
+            assert len(held) == len(tokens) or len(tokens) % size, "only tails have more rows than indexed"
         in_use = {block for user in self.users for block in user.sequence.blocks}
         in_use |= {block for user in self.users for block in user.canonical}
         in_use |= {user.source for user in self.users if user.source is not None}

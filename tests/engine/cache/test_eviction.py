@@ -1,4 +1,4 @@
-"""The orders of eviction equal a model that looks at every block, and are leaf-first."""
+"""Blocks are evicted leaf-first, and in the same order as in a model that looks at every block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKS = 12
 
 
 class OrderMachine(RuleBasedStateMachine):
-    """Chains grow, are used, pinned, spared, released and evicted. The definition names each block that is evicted."""
+    """Chains grow, are used, pinned, spared, released and evicted. The model says which block each eviction takes."""
 
     is_lru = False
 
@@ -40,12 +40,12 @@ class OrderMachine(RuleBasedStateMachine):
         self.used: dict[int, int] = {}
         """Block in use -> number of chains and pins that use it."""
         self.idle: dict[int, tuple[int, int]] = {}
-        """Idle block -> worth and turn."""
+        """Idle block -> its worth, and when it became idle (`turn`)."""
         self.floor = self.turn = 0
         self.chains: list[tuple[int, ...]] = []
         self.pins: list[tuple[int, ...]] = []
         self.left: dict[int, tuple[int, tuple[int, int]]] = {}
-        """Block that a chain left while others held it -> its place, and the floor and the turn at that time."""
+        """Block that was still in use when a chain was released -> its place, floor and turn at that release."""
         self.spared: set[int] = set()
         self.uses = [0] * BLOCKS
 
@@ -58,7 +58,7 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) < BLOCKS)
     @rule(data=st.data())
     def begin_with_new_block(self, data: st.DataObject) -> None:
-        """Let a request go on behind some present block, or begin a new chain."""
+        """Append a new block to a chain, or begin a new chain with it."""
         parent = data.draw(st.sampled_from([-1, *sorted(self.live)]))
         block = min(set(range(BLOCKS)) - self.live)
         self.parents[block], self.depths[block] = parent, self.depths[parent] + 1 if parent >= 0 else 0
@@ -103,7 +103,7 @@ class OrderMachine(RuleBasedStateMachine):
         return floor + uses * int(_UNITS * (1 + self.depth_cost * self.depths[block]))
 
     def drop(self, chain: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        """Return the blocks that nothing uses any more, and those still in use, from the last to the first."""
+        """Return the blocks that nothing uses any more, and those still in use, each from last to first."""
         for block in chain:
             self.used[block] -= 1
         resting = [block for block in reversed(chain) if not self.used[block]]
@@ -129,7 +129,7 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        """End a pin: blocks that only the pin held go where their last use left them."""
+        """End a pin: blocks that only the pin held return to the place in the order that their last use gave them."""
         chain = data.draw(st.sampled_from(self.pins))
         self.pins.remove(chain)
         resting, _ = self.drop(chain)
@@ -198,7 +198,7 @@ def served(cache: PrefixCache, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Eviction) -> None:
-    """Four of five prompts come once. Twice the pool's blocks come between two uses of the prefix."""
+    """Four of five prompts occur once. Between two uses of the prefix, they use twice the pool's number of blocks."""
     cache = PrefixCache(200, 1, eviction=eviction)
     shared = list(range(1, 41))
     fresh = 1000
@@ -206,7 +206,7 @@ def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Evic
     for _ in range(60):
         hits.append(served(cache, [*shared, fresh]))
         fresh += 1
-        if len(hits) > 4:  # the cache has seen that it is shared
+        if len(hits) > 4:  # by now the cache knows that the prefix is shared
             for _ in range(4):
                 served(cache, list(range(fresh, fresh + 100)))
                 fresh += 100
@@ -219,8 +219,8 @@ def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Evic
 def test_a_flood_does_not_flush_prefixes_that_take_most_of_the_pool(
     eviction: Eviction, pool: int, least: float
 ) -> None:
-    """Eight prefixes have 64 blocks each. For each request with a prefix, four prompts of 64 blocks come once. So at
-    least three pools of other blocks come between two uses of a prefix, and at first most are evicted meanwhile."""
+    """Eight prefixes have 64 blocks each. After each request with a prefix, four prompts of 64 blocks occur once. So
+    between two uses of a prefix, some three pools of other blocks are used. At first most prefixes are evicted."""
     cache, rng = PrefixCache(pool, 1, eviction=eviction), random.Random(1)
     prefixes = [list(range(64 * i + 1, 64 * i + 65)) for i in range(8)]
     fresh, hits = 10_000, 0
@@ -260,7 +260,7 @@ def test_what_was_shared_long_ago_goes(eviction: Eviction) -> None:
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
 def test_a_conversation_that_goes_on_is_no_shared_prefix(eviction: Eviction) -> None:
-    """Each turn uses all that came before, but nothing of a conversation that has ended comes again."""
+    """Each turn reuses all earlier turns, but after the conversation's end nobody asks for its blocks again."""
     cache = PrefixCache(100, 1, eviction=eviction)
     for turn in range(1, 6):
         served(cache, list(range(1, 10 * turn)))
@@ -282,7 +282,7 @@ def test_absurd_costs_leave_the_depth_cost_between_0_and_1() -> None:
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
 def test_if_cost_counts_expensive_blocks_outlive_later_cheap_ones(eviction: Eviction) -> None:
-    """A token after many others takes longer to compute. By use alone, the oldest block used once would go first."""
+    """A token after many others takes longer to compute. By uses alone, the oldest block would be evicted first."""
     cache = PrefixCache(40, 1, eviction=eviction)
     cache.learn_cost(1e-6, 1e-6)
     served(cache, list(range(1, 31)))

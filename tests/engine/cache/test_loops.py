@@ -1,4 +1,4 @@
-"""Prompts that come in turn and take more than the pool: a part of them stays until other traffic comes."""
+"""Prompts that repeat in a fixed order and need more than the pool: a part of them stays until the traffic changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INDEXES = [IndexKind.HASH, IndexKind.RADIX]
 
 
 def prompts_of(pools: float, seed: int = 1) -> list[list[int]]:
-    """Return different prompts of 10 to 60 blocks that take `pools` pools."""
+    """Return different prompts of 10 to 60 blocks. Together they have `pools` times the blocks of the pool."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
     left = pools * POOL
@@ -54,12 +54,12 @@ def test_a_part_of_a_loop_longer_than_the_pool_is_hit(index: IndexKind, eviction
     cache = PrefixCache(POOL, SIZE, index=index, eviction=eviction)
     prompts = prompts_of(pools)
     play(cache, prompts * 3)
-    assert play(cache, prompts * 3) > 0.6 / pools, "the hits are most of the part of the loop that the pool can hold"
+    assert play(cache, prompts * 3) > 0.6 / pools, "most of what the pool can hold is hit"
     cache.check_integrity()
 
 
 def test_lru_hits_nothing_of_a_loop() -> None:
-    """LRU stays as it is in vLLM and SGLang, because it stands for them in comparisons."""
+    """LRU is left as it is in vLLM and SGLang, because it represents them in comparisons."""
     cache = PrefixCache(POOL, SIZE, eviction=Eviction.LRU)
     prompts = prompts_of(1.5)
     play(cache, prompts * 3)
@@ -75,7 +75,7 @@ def test_what_was_spared_goes_when_the_loop_is_over(index: IndexKind, eviction: 
     assert isinstance(cache.pool.order, GreedyDual)
     assert cache.pool.order.spared > POOL / 2
     for seed in range(3, 9):
-        play(cache, prompts_of(0.5, seed=seed))  # prompts that come once
+        play(cache, prompts_of(0.5, seed=seed))  # prompts that occur once
     play(cache, other)
     play(cache, other)
     assert play(cache, other) > 0.9
@@ -85,7 +85,7 @@ def test_what_was_spared_goes_when_the_loop_is_over(index: IndexKind, eviction: 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), pools=st.floats(0.1, 0.9), common=st.integers(0, 40))
 def test_nothing_is_spared_if_the_eviction_order_keeps_something(seed: int, pools: float, common: int) -> None:
-    """Traffic that fits the pool, comes once, or shares its beginnings is not a loop."""
+    """Prompts that fit the pool, occur once, or only share their beginnings are not a loop."""
     rng = random.Random(seed)
     beginning = [rng.randrange(100_000) for _ in range(common * SIZE)]
     cache = PrefixCache(300, SIZE, eviction=Eviction.LFU)
@@ -98,16 +98,16 @@ def test_nothing_is_spared_if_the_eviction_order_keeps_something(seed: int, pool
 
 
 def test_counts_say_whether_it_is_a_loop() -> None:
-    assert not Loops(100).admitted(100, 100), "a pool is too little to tell"
+    assert not Loops(100).admitted(100, 100), "the blocks of one pool are too few to tell"
     found = Loops(100)
-    assert not found.admitted(90, 90), "less than a pool is too little to tell"
+    assert not found.admitted(90, 90), "fewer blocks than a pool are too few to tell"
     assert found.admitted(90, 90)
     assert not found.admitted(90, 0), "if nothing comes back, there is nothing to spare"
     assert not found.admitted(90, 0)
-    assert not found.admitted(30, 30), "two fifths are no loop"
+    assert not found.admitted(30, 30), "if only two fifths come back, it is no loop"
     for _ in range(8):
         found.admitted(50, 50)
-    assert found.admitted(10, 10), "old requests count for little"
+    assert found.admitted(10, 10), "old requests have little weight"
     assert found.admitted(1, 1), "a single block that comes back is worth as much as one of many"
     found.clear()
     assert not found.admitted(90, 90)
@@ -115,7 +115,7 @@ def test_counts_say_whether_it_is_a_loop() -> None:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_conversations_in_turn_are_no_loop(index: IndexKind) -> None:
-    """Each turn brings something new, and some turn is the last: LFU treats conversations as before."""
+    """Each turn adds new blocks, and conversations end, so LFU spares none of their blocks."""
     cache = PrefixCache(POOL, SIZE, index=index, eviction=Eviction.LFU)
     assert isinstance(cache.pool.order, GreedyDual)
     rng = random.Random(5)
@@ -130,7 +130,7 @@ def test_conversations_in_turn_are_no_loop(index: IndexKind) -> None:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_prompts_in_turn_may_begin_alike(index: IndexKind) -> None:
-    """The prompts of a loop begin with one system prompt, a fifth of each. It is hit anyway, and more must be hit."""
+    """A fifth of each prompt of the loop is a common system prompt. It is hit anyway, so more than a fifth must be."""
     cache = PrefixCache(POOL, SIZE, index=index, eviction=Eviction.LFU)
     rng = random.Random(4)
     system = [rng.randrange(100_000) for _ in range(8 * SIZE)]

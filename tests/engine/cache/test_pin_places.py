@@ -23,8 +23,8 @@ OPERATIONS = st.lists(
 
 
 def order_after(operations: list[Operation], index: IndexKind, eviction: Eviction, *, kept: str) -> list[int]:
-    """Return the blocks in order of eviction when all is served and every pin is over. Nothing was evicted, so blocks
-    have the same numbers whatever is pinned."""
+    """Return the blocks in order of eviction after all operations, when every pin has ended. Nothing is evicted, so the
+    blocks have the same numbers whatever is pinned."""
     cache = PrefixCache(512, BLOCK, index=index, eviction=eviction, pinned_blocks=256, learnt_blocks=256)
     now_s = 0.0
     for operation, tokens, seconds in operations:
@@ -56,7 +56,7 @@ def order_after(operations: list[Operation], index: IndexKind, eviction: Evictio
 def test_an_expired_pin_is_where_its_last_use_left_it(
     operations: list[Operation], index: IndexKind, eviction: Eviction, kept: str
 ) -> None:
-    """Wrong guesses are the exception: in an order by use, blocks kept in vain go before others."""
+    """Blocks kept by a wrong guess are the exception: LFU and COST evict them before others."""
     without = order_after(operations, index, eviction, kept="")
     assert order_after(operations, index, eviction, kept=kept) == without
 
@@ -84,10 +84,10 @@ def test_what_was_pinned_long_ago_goes_before_what_was_used_since(eviction: Evic
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
 def test_wrong_guesses_go_before_all_that_was_used_and_what_was_shared_keeps_its_place(eviction: Eviction) -> None:
-    """Blocks that were kept for requests that have not come are worth less than others that were used once."""
+    """If blocks were kept for a request that never came, they are worth less than other blocks that were used once."""
 
     def served(*, kept: bool) -> tuple[PrefixCache, set[int]]:
-        """Return a cache after some requests, and the blocks of two that nobody came back to."""
+        """Return a cache after some requests, and the blocks that were kept by a guess and used only once."""
         cache, in_vain = PrefixCache(64, 1, eviction=eviction, learnt_blocks=32), set[int]()
         for tokens, is_guess in (([1, 2, 3], False), ([4, 5, 6], True), ([7, 8, 9], True), ([7, 8, 10], False)):
             sequence = cache.open(tokens)
@@ -104,7 +104,7 @@ def test_wrong_guesses_go_before_all_that_was_used_and_what_was_shared_keeps_its
 
     (cache, in_vain), (without, the_same) = served(kept=True), served(kept=False)
     assert in_vain == the_same
-    assert len(in_vain) == 4, "all but the two blocks that were shared; they count as used once again"
+    assert len(in_vain) == 4, "two of the six blocks were shared, so they were used again"
     order = list(cache.pool.idle_blocks())
     assert set(order[:4]) == in_vain
     assert order[4:] == [block for block in without.pool.idle_blocks() if block not in in_vain]

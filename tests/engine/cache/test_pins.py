@@ -46,7 +46,7 @@ class PinMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.pinned = 0
         self.promised: dict[tuple[str, Chain], list[float]] = {}
-        """Salt and tokens of a pinned chain -> until when, and for how long from each use on."""
+        """Salt and tokens of a pinned chain -> when the pin ends, and how long each use renews it for."""
 
     @rule(
         tokens=PROMPTS,
@@ -59,7 +59,7 @@ class PinMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         self.pinned += 1
-        lifetime_s += self.pinned / 2**20  # no two pins end at the same time, so the order of their ends is known
+        lifetime_s += self.pinned / 2**20  # no two pins end at the same time, so their order is known
         wanted = min(blocks, len(tokens) // BLOCK)
         before = {other: self.held(other) for other in SALTS}
         kept = self.cache.keep(sequence, blocks, lifetime_s)
@@ -72,10 +72,10 @@ class PinMachine(RuleBasedStateMachine):
         others = [other for other in SALTS if other != salt]
         for other in others:
             assert self.held(other) in (before[other], *range(self.held(salt), before[other])), (
-                "a salt that has less loses nothing"
+                "a salt only loses blocks that it has more than the asking salt"
             )
         if kept < wanted:
-            assert max(map(self.held, others)) <= self.held(salt) + 1, "a refused salt has its fair part"
+            assert max(map(self.held, others)) <= self.held(salt) + 1, "a salt is refused only if it has its fair share"
 
     def promise(self, chain: tuple[str, Chain], until_s: float, lifetime_s: float) -> None:
         held = self.promised.setdefault(chain, [0.0, 0.0])
@@ -92,9 +92,10 @@ class PinMachine(RuleBasedStateMachine):
         return sum((salt, tuple(tokens[:end])) in covered for end in range(BLOCK, len(tokens) + 1, BLOCK))
 
     def level(self, salt: str, tokens: list[int]) -> None:
-        """Cut salts to the least height that takes no more blocks than are missing, and none below the asker's number.
+        """Cut the other salts to one height, a number of blocks. It is the least height that frees no more blocks than
+        are missing and is not below the number that `salt` then has.
 
-        If blocks are still missing, single salts lose one block more while they have two more than the salt that asks.
+        If blocks are still missing, each salt at that height loses one more, while it has two more than `salt`.
         """
         others = {other: self.held(other) for other in SALTS if other != salt}
         free = self.most - sum(map(self.held, SALTS))
@@ -108,13 +109,13 @@ class PinMachine(RuleBasedStateMachine):
                 mine = self.held(salt) + free + total
                 for other, cut in cuts.items():
                     goal = others[other] - cut
-                    if goal == height and total < missing and mine + 1 < height:  # it has two more than the salt
+                    if goal == height and total < missing and mine + 1 < height:  # `other` has two more than `salt`
                         goal, total, mine = goal - 1, total + 1, mine + 1
                     self.cut(other, goal)
                 return
 
     def cut(self, salt: str, goal: int) -> None:
-        """Drop the ends of the chains whose time ends soonest, as far as no other chain has them."""
+        """Cut chains from their ends, those that expire soonest first. Blocks that another chain covers are kept."""
         while self.held(salt) > goal:
             for chain in sorted([c for c in self.promised if c[0] == salt], key=lambda c: self.promised[c][0]):
                 if self.held(salt) <= goal or chain not in self.promised:
@@ -136,7 +137,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=st.sampled_from(SALTS), lifetime_s=st.sampled_from([5.0, 50.0]))
     def pin_unasked(self, tokens: list[int], salt: str, lifetime_s: float) -> None:
-        """Pin unasked, which has separate room: pins that were asked for keep theirs, which the invariant checks."""
+        """Pin without being asked. These pins have separate room: the invariant checks that asked pins keep theirs."""
         sequence = self.use(tokens, salt)
         if sequence is not None:
             self.cache.keep(sequence, 7, lifetime_s, is_asked=False)
@@ -150,7 +151,7 @@ class PinMachine(RuleBasedStateMachine):
         assert self.cache.pool.available == available + min(blocks, exclusive)
 
     def use(self, tokens: list[int], salt: str) -> CachedSequence | None:
-        """Renew what a request reuses, which may be all except its last token."""
+        """Serve a request, and renew the pins of the blocks that it reuses: at most all before its last token."""
         reused = min(hits(self.cache, tokens, salt), (len(tokens) - 1) // BLOCK) * BLOCK
         lacks = self.cache.lacks(self.cache.open(tokens, salt), len(tokens))
         sequence = serve(self.cache, tokens, salt)
@@ -246,7 +247,7 @@ def test_tenants_share_what_may_be_pinned_and_one_alone_has_it_all() -> None:
     assert (pin(1, "a"), held()) == (12, [12, 0, 0])
     assert (pin(2, "b"), held()) == (6, [6, 6, 0])
     assert (pin(3, "c"), held()) == (4, [4, 4, 4])
-    assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # a salt with its fair part takes no other salt's blocks
+    assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # a salt with its fair share takes no other salt's blocks
     assert (pin(4, "a"), held()) == (0, [4, 4, 4])
     cache.check_integrity()
 

@@ -40,7 +40,7 @@ def run(
 
 
 def test_two_identical_prompts_in_one_batch_keep_their_own_blocks() -> None:
-    """mini-sglang frees the second request's pages here while it still reads them (reference: its `cache_req`)."""
+    """mini-sglang frees the second request's pages here, while that request still reads them (see its `cache_req`)."""
     cache = PrefixCache(blocks_total=8, block_size=4)
     a, b = cache.open(range(8)), cache.open(range(8))
     assert cache.admit(a, 8) == cache.admit(b, 8) == 0
@@ -233,7 +233,7 @@ def test_a_reset_keeps_the_columns_which_are_frozen() -> None:
 
 
 def test_a_chain_branches_off_only_where_another_one_has_gone_on() -> None:
-    """What was shared, evicted and computed again still counts as shared, but nobody has gone on behind it since."""
+    """Shared blocks that are evicted and computed again still count as shared, but no chain has continued them yet."""
     cache = PrefixCache(blocks_total=8, block_size=1)
 
     def shared_by(prompt: list[int]) -> int:

@@ -43,7 +43,7 @@ SALTS = st.sampled_from(["", "", "", "tenant"])
 
 
 def spans_of(salt: str, tokens: list[int], shortfall: int) -> tuple[KeySpan, ...]:
-    """Return keys over strides of three tokens. Each covers a little less than its stride, as with tokenizers."""
+    """Return keys over strides of three tokens. Each covers a little less than its stride, as with real tokenizers."""
     keys = prefix_keys(bytes(tokens), seed=len(salt), stride=3)
     return tuple(KeySpan(key, max(0, 3 * (i + 1) - shortfall)) for i, key in enumerate(keys))
 
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
         if gone:
             available = self.cache.pool.available
             self.cache.release(gone.sequence)
-            assert self.cache.pool.available == available, "blocks came free during a step"
+            assert self.cache.pool.available == available, "blocks were freed during a step"
         self.cache.end_step()
         if gone:
             self.model.released(gone)
@@ -182,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """Check that each single change leaves the reader's set prefix-closed, and all lead to the held keys."""
+        """Check that a reader's set of keys is prefix-closed after each change, and equals the held keys after all."""
         changes = self.cache.take_changes()
         for key in changes.removed:
             self.reported.remove(key)

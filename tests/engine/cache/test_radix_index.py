@@ -108,7 +108,7 @@ def test_salts_and_resets_hide_rows_too() -> None:
     assert run(cache, range(6), salt="a") == 5
     cache.reset()
     assert not tree(cache).roots
-    assert not tree(cache)._salts, "what is forgotten takes no memory"
+    assert not tree(cache)._salts, "forgotten salts take no memory"
     assert run(cache, range(6), salt="a") == 0
 
 
@@ -135,5 +135,5 @@ def test_the_garbage_collector_walks_edges_and_not_blocks() -> None:
         for i in range(100):
             run(cache, range(1000 * i, 1000 * i + 400), is_checked=False)
         assert len(cache.pool.idle_blocks()) == 10_000
-        assert walked() < 2_000, "some for each of the 100 edges"
+        assert walked() < 2_000, "a few objects for each of the 100 edges"
     cache.check_integrity()

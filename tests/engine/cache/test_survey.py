@@ -18,7 +18,7 @@ from engine.cache.survey import MOST_PREFIXES
 BLOCK = 4
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12
-)  # a common beginning, tokens, what follows
+)  # number of a common beginning, its tokens, number of what follows
 
 
 def answer(cache: PrefixCache, prompt: list[int], salt: str = "", *, keep: bool = False) -> int | None:
@@ -116,12 +116,12 @@ def test_a_cache_that_is_off_is_surveyed_too() -> None:
 
 
 def test_a_working_set_larger_than_the_pool_is_evicted_too_soon() -> None:
-    """Five prompts come in turn, with room for four: LRU evicts each just before it comes again."""
+    """Five prompts repeat in order, with room for four: LRU evicts each just before it is needed again."""
     cache = PrefixCache(16, BLOCK)
     prompts = [[i] * 16 for i in range(5)]
     for prompt in prompts * 4:
         assert answer(cache, prompt) == 0
-    assert cache.evictions == 4 * (len(prompts) * 4 - 4), "all but the first four prompts had to make room"
+    assert cache.evictions == 4 * (len(prompts) * 4 - 4), "each prompt after the first four had to make room"
     asked_again = 4 * (len(prompts) * 4 - 5)
     assert 0.7 * asked_again <= cache.evicted_too_soon <= asked_again
 
@@ -137,7 +137,7 @@ def test_prompts_that_come_once_are_never_missed() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.lists(st.integers(0, 400), max_size=200))
 def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[int]) -> None:
-    """Compared with a set, digests may be forgotten, but none is made up."""
+    """Every digest that is taken was noted before, as a set shows. Others may be forgotten."""
     ghosts, noted = EvictedLately(blocks), set[int]()
     for i, number in enumerate(numbers):
         digest = root_digest(str(number).encode())
@@ -153,13 +153,13 @@ def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[in
 
 
 def test_blocks_of_a_chain_before_a_known_one_were_evicted_since() -> None:
-    """A chain's end is evicted first; another digest may have overwritten a place in the table."""
+    """A chain's end is evicted first, so missing blocks before it were evicted later. Digests may be overwritten."""
     ghosts, chain = EvictedLately(1000), [root_digest(str(number).encode()) for number in range(30)]
     ghosts.note([chain[3], chain[11]], [7, 2])
     assert ghosts.take(chain, 0) == bytes([7] * 4 + [2] * 8), "uses are those of the next known block"
     assert ghosts.take(chain, 0) == b"", "taken blocks are forgotten"
     ghosts.note([chain[20]], [1])
     assert ghosts.has(chain[20])
-    assert ghosts.take(chain, 12) == b"", "blocks after eight unknown ones are not looked for"
+    assert ghosts.take(chain, 12) == b"", "after eight unknown blocks the search ends"
     assert ghosts.take(chain, 13) == bytes([1] * 8)
     assert not ghosts.has(chain[20])

@@ -96,7 +96,7 @@ class Paged:
         """
         shape, page = self.shape, self.shape.page
         counts = [-(-length // page) for length in lengths]
-        # No sequence has block 0, which a masked load would name.
+        # No sequence has block 0, because a masked load from a table gives 0.
         blocks = 1 + torch.randperm(sum(counts) + self._spare, generator=self._random)
         pool = torch.full(
             (1 + len(blocks), LAYERS, 2, page, shape.kv_heads, shape.dim), float("nan"), dtype=shape.dtype

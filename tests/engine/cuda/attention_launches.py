@@ -22,23 +22,23 @@ def sample() -> None:
 
 
 def small() -> None:
-    """Launch for heads of fewer dimensions than a product on tensor cores sums over."""
+    """Launch for heads that have fewer dimensions than a product on tensor cores needs."""
     launch(torch.float32, 8, 9)
     launch(torch.bfloat16, 8, None)
 
 
 def bfloat16() -> None:
-    """All variants of the type."""
+    """Launch every variant for bfloat16."""
     _all(torch.bfloat16)
 
 
 def float16() -> None:
-    """All variants of the type."""
+    """Launch every variant for float16."""
     _all(torch.float16)
 
 
 def float32() -> None:
-    """All variants of the type."""
+    """Launch every variant for float32."""
     _all(torch.float32)
 
 

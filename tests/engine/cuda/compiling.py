@@ -26,8 +26,8 @@ from typing import Any
 from unittest import mock
 
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
-"""Most shared memory of one program, by card; CUDA C++ programming guide, "Technical Specifications". sm_80 has
-163 KiB, but its settings are also used for 8.6 and 8.9."""
+"""The most shared memory that one program may use, by card: CUDA C++ programming guide, "Technical Specifications".
+sm_80 has 163 KiB, but its settings are also used for 8.6 and 8.9."""
 _FIRST = re.compile(r"\bgriddepcontrol\.wait|\b(?:ld|st|atom|red)\.(?:global|volatile)|\bcp\.async|\bbra\b|\bret\b")
 """Matches the first of these instructions in a kernel's PTX."""
 DEADLINE_S = 590
@@ -54,11 +54,11 @@ class Compiled:
     begins_early: bool
     """Whether the kernel is launched before the previous kernel has ended."""
     waits_first: bool
-    """Whether it waits for that end before its first memory access and its first branch, and so always."""
+    """Whether the kernel always waits for that end: it does so before its first memory access and its first branch."""
 
 
 def compiled(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
-    """What each scenario launches, compiled for sm_`arch`. Fails with the compiler's words if one does not compile."""
+    """Return the kernels that each scenario launches, compiled for sm_`arch`. Fails with the compiler's message."""
     root = Path(__file__).parents[3]
     with tempfile.TemporaryDirectory() as cache:
         environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -105,9 +105,9 @@ class _Card:
 
 @contextlib.contextmanager
 def _recording(arch: int, known: dict[str, Compiled]) -> Iterator[dict[str, Compiled]]:
-    """Launches within are compiled for sm_`arch`, not run; yields their kernels by hash.
+    """Compile launches in this context for sm_`arch` instead of running them. Yields their kernels by hash.
 
-    `known`: the kernels of this process so far, which grow here. Triton compiles none of them twice.
+    `known`: all kernels that this process has compiled, because Triton compiles none of them twice. New ones are added.
     """
     import triton
     from triton.runtime.jit import JITFunction

@@ -74,8 +74,8 @@ class ScriptedEngine:
     def end(self, flying: ScriptedRun, *, fails: bool = False) -> None:
         """End the run now. Fails if anybody wrote either side during the run."""
         source, target = self.sides(flying.run)
-        assert [source[p.source] for p in flying.run.pairs] == flying.before, "a source was written under a copy"
-        assert all(target[p.target] is flying for p in flying.run.pairs), "a target was written under a copy"
+        assert [source[p.source] for p in flying.run.pairs] == flying.before, "a source was written during its copy"
+        assert all(target[p.target] is flying for p in flying.run.pairs), "a target was written during its copy"
         if not fails:
             for pair, value in zip(flying.run.pairs, flying.before, strict=True):
                 target[pair.target] = value

@@ -63,7 +63,7 @@ def rope_stores() -> None:
 
 
 def all_kernels() -> None:
-    """Every launch above."""
+    """Do every launch above."""
     norms()
     activations()
     rope_stores()

@@ -66,7 +66,7 @@ class CpuDevice:
     total: int = 2 << 30
     graphs: list[CpuGraph] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
-    """Page-locked memory handed out."""
+    """All page-locked memory that was handed out."""
     held: threading.Event | None = None
     """Events recorded from now on pass when this is set; None: at once."""
     graph_bytes: int = 0

@@ -16,14 +16,14 @@ def llama_8b() -> None:
 
 
 def more_rows() -> None:
-    """The same with as many rows as the kernels take; the engine uses them for fewer."""
+    """The same with as many rows as the kernels accept. The engine uses them only for fewer rows."""
     for rows in (32, 64):
         linear(_meta(rows, 4096), _meta(6144, 4096), None, _meta(rows, 6144))
         gated_linear(_meta(rows, 4096), _meta(2 * 14336, 4096), _meta(rows, 14336))
 
 
 def odd() -> None:
-    """Inputs and outputs that do not fill their tiles, and a bias: a small Qwen's QKV and MLP, and worse."""
+    """Inputs and outputs that do not fill their tiles, and a bias: a small Qwen's QKV and MLP, and smaller products."""
     for inputs, outputs in ((896, 1152), (4864, 896), (50, 30)):
         linear(_meta(7, inputs), _meta(outputs, inputs), _meta(outputs), _meta(7, outputs))
         gated_linear(_meta(7, inputs), _meta(2 * outputs, inputs), _meta(7, outputs))

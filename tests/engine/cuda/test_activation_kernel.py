@@ -10,7 +10,7 @@ from engine.backend.cuda.kernels.activation import silu_mul
 from tests.engine.cuda.poisoned import Poisoned, random, units_off
 
 UNITS_OFF = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 4}
-"""Two roundings; Triton's interpreter truncates to bfloat16 where devices round."""
+"""The kernel rounds twice. Triton's interpreter truncates to bfloat16, where devices round."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

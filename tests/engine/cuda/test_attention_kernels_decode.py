@@ -1,4 +1,4 @@
-"""Paged decode against plain float32, and the independence of its bits."""
+"""Paged decode equals attention in plain float32, and the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_head_dimension(device: torch.device, dim: int, dtype: torch.dtype
 def test_a_rows_bits_do_not_depend_on_its_batch(
     device: torch.device, shape: Shape, tokens: list[int], width: int
 ) -> None:
-    """They do not depend on padding rows, the tables' width or the scratch's size either."""
+    """The bits do not depend on padding rows, the tables' width or the scratch's size either."""
     rows = [(sequence(shape, length, seed), length) for seed, length in enumerate(tokens)]
     scratch = decode_scratch(len(rows) + 3, 128 * shape.page, shape.heads, shape.dim, device)
     padded = [*rows, (rows[0][0], 0)]

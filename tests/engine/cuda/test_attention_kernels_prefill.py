@@ -1,4 +1,4 @@
-"""Paged prefill against plain float32, and the independence of its bits."""
+"""Paged prefill equals attention in plain float32, and the bits of a chunk do not depend on other chunks."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_slices_of_a_tile_are_its_rows(device: torch.device, monkeypatch: pytest
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut keys into parts from the second tile of keys on; a card does so only for thousands of keys."""
+    """Cut keys into parts as soon as there are two tiles of keys. A card does so only for thousands of keys."""
     monkeypatch.setattr(tiling, "PART_KEYS", INTERPRETED.tile)
     monkeypatch.setattr(tiling, "OVERHEAD_KEYS", 1)
     monkeypatch.setattr(tiling, "SCRATCH_PROGRAMS", 1)  # 16 slots, so that some chunks take more than one launch

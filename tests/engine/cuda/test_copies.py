@@ -72,7 +72,7 @@ def test_runs_of_a_job_that_have_moved_are_kept_if_another_one_fails() -> None:
     copier, engine, _ = make()
     copier.promote(pairs((0, 9), (2, 7), (4, 5)))
     engine.end(engine.in_flight[1], fails=True)
-    assert copier.poll() == [], "the others may still move"
+    assert copier.poll() == [], "the job's other runs may still be copied"
     engine.end_all()
     (finished,) = copier.poll()
     assert (finished.done, finished.dropped) == (tuple(pairs((0, 9), (4, 5))), tuple(pairs((2, 7))))
@@ -264,7 +264,7 @@ def test_a_stalled_copy_is_noticed_before_it_ends() -> None:
     clock.now_s = 100.25
     engine.end(engine.in_flight[0])
     copier.poll()
-    assert copier.bytes_per_s(PROMOTE) == pytest.approx(usual), "the next copy has had no time yet"
+    assert copier.bytes_per_s(PROMOTE) == pytest.approx(usual), "the next copy has just begun"
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 10)), min_size=1, max_size=30))

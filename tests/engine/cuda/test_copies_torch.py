@@ -129,7 +129,7 @@ class FakeEvent:
         self.streams.append(stream)
 
     def query(self) -> bool:
-        assert self.current, "the thread has named no card"
+        assert self.current, "the thread has not chosen a card"
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.passed

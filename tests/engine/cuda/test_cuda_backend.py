@@ -48,7 +48,7 @@ def model(folder: Path) -> Decoder:
 @pytest.mark.parametrize("graphs", [0, MAX_RUNNING])
 @plain
 async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, graphs: int) -> None:
-    """Mixed steps, reused prefixes, sampling, penalties, log-probabilities, early stops; two steps in flight."""
+    """Mixed steps overlap. Requests reuse prefixes, sample, have penalties or log-probabilities, or stop early."""
     device = CpuDevice()
     expected = await answers(TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE), prompts())
     found = await answers(cuda_backend(model, device, graphs=graphs), prompts())
@@ -99,7 +99,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 @plain
 async def test_a_step_is_launched_before_the_one_before_has_ended(model: Decoder) -> None:
-    """Its decode tokens are the device's choices, which the host has not seen."""
+    """The second step's decode tokens are the device's choices, which the host has not seen."""
     device = CpuDevice()
     backend = cuda_backend(model, device)
     one, two = Request(1, tokens(6, 1), 5, GREEDY), Request(2, tokens(5, 2), 5, SamplingParams(seed=3))

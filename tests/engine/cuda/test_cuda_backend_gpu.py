@@ -109,7 +109,7 @@ def test_a_launch_never_waits_for_the_card(model: Decoder, graphs: int, request:
     made = [Request(i, tokens(6, i), 9, p) for i, p in enumerate(asked)]
     first = tuple(SequenceChunk(r, 0, r.prompt_tokens, (2 * r.id, 2 * r.id + 1), True, False) for r in made)
     second = tuple(SequenceChunk(r, 6, (PENDING,), (2 * r.id, 2 * r.id + 1), True, True) for r in made[:4])
-    expected = [backend.step(StepPlan(plan)).sampled for plan in (first, second)]  # compiles, which may wait
+    expected = [backend.step(StepPlan(plan)).sampled for plan in (first, second)]  # compiling may wait for the card
     request.getfixturevalue("waiting_fails")
     launched = [backend._launch(plan) for plan in (first, second)]
     results = [backend._result(one) for one in launched]

@@ -130,7 +130,7 @@ def test_buffers_take_the_bytes_they_say(folders: dict[str, Path], dtype: torch.
         DecoderBuffers.make(config, tokens=5, rows=2, dtype=dtype, device=torch.device(kind)).nbytes
         for kind in ("meta", "cpu")
     )
-    # 48 hidden, 6 + 2 * 2 heads of 8, 40 inner, 97 words.
+    # The hidden size is 48. There are 6 + 2 * 2 heads of 8, 40 inner dimensions and 97 tokens in the vocabulary.
     by_token, by_row = 2 * 48 + 80 + 48 + 3 * 40, 48 + 48 + 97
     logits = 0 if dtype == torch.float32 else 2 * 97 * 4
     assert meta == real == (5 * by_token + 2 * by_row) * dtype.itemsize + logits

@@ -11,8 +11,8 @@ from tests.engine.cuda.compiling import SHARED_BYTES, Compiled, check, compiled
 
 pytestmark = pytest.mark.timeout(600)  # compiling takes seconds alone, a minute on a busy machine
 
-# There is one norm with a sum and one without. Neither layers nor rows make a variant of a kernel. The last layer's few
-# rows have their own products: output, gate and up, down, head.
+# There is one norm with a sum and one without. The variants do not depend on the layer or the number of rows. The last
+# layer's few rows have their own products: output, gate and up, down, head.
 OWN = Counter({"_norm": 2, "_silu_mul": 1, "_rope_store": 1, "_linear": 4})
 ATTENTION = Counter({"_prefill": 2, "_add_tile_parts": 1, "_attend_parts": 1, "_add_parts": 1})
 

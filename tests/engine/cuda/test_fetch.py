@@ -50,7 +50,7 @@ def test_the_choice_is_the_best_of_all_cuts(question: tuple[Prefill, Held]) -> N
 def test_beside_the_steps_of_others_the_choice_is_still_the_best(
     question: tuple[Prefill, Held], next_s: float, further: float
 ) -> None:
-    """The choice is best to within a block, because blocks end during steps. A waiting prompt begins after a step."""
+    """The choice is at most one block's computation slower than the best. A prompt that waits begins after a step."""
     prefill, held = replace(question[0], next_s=next_s, further_s=further * next_s), question[1]
     choice = choose(prefill, held)
     best_s = min(first_token_s(prefill, held, blocks) for blocks in range(held.blocks + 1))
@@ -137,7 +137,7 @@ def test_a_copy_that_stalls_is_given_up_for_computing() -> None:
 
 
 def test_a_slow_tier_is_used_while_the_request_has_to_wait_anyway() -> None:
-    """The request fetches blocks that come before the device is free, and one more if computing that takes longer."""
+    """The request fetches blocks that arrive before the device is free, and one more if computing it takes longer."""
     waiting = Prefill(prompt_tokens=8192, cached_tokens=0, step_tokens=8192, cost=COST, queue_s=0.1)
     slow = held(8176, 3e9)
     in_time = int(0.1 / slow.block_s)

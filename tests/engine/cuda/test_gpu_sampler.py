@@ -88,7 +88,7 @@ def tops_agree(have: SampledToken, want: SampledToken) -> bool:
 
 
 def on_a_border(logits: torch.Tensor, requests: list[Request]) -> bool:
-    """Return whether rounding could decide, because a uniform or top_p is at a cumulative probability."""
+    """Return whether rounding could decide, because a random number or top_p nearly equals a cumulative probability."""
     for row, r in zip(logits, requests, strict=True):
         p = r.sampling
         if p.temperature == 0:
@@ -157,7 +157,7 @@ def test_the_index_counts_tokens_that_the_host_has_not_seen() -> None:
 
 
 def test_output_that_came_meanwhile_is_not_penalised() -> None:
-    """The host may append to a request while its step is laid out; the chunk says how much of it counts."""
+    """The host may append to a request's output while its step is laid out. The chunk says how much output counts."""
     p = SamplingParams(temperature=0, presence_penalty=1.0)
     r = request(p, output=[3, 4])
     chunk = next_chunk(r)
@@ -166,7 +166,7 @@ def test_output_that_came_meanwhile_is_not_penalised() -> None:
 
 
 def test_the_work_asked_for_decides_what_runs() -> None:
-    """Greedy rows sort nothing; a row with a small top_k is not sorted with those that need it."""
+    """Greedy rows are not sorted. A row with a small top_k is not sorted together with rows that need sorting."""
     greedy, plain = SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams()
     narrow, wide = SamplingParams(top_k=sampler.NARROW, top_p=0.9), SamplingParams(top_k=sampler.NARROW + 1)
     counts = [

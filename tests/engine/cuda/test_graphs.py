@@ -119,7 +119,7 @@ def test_capturing_stops_at_its_share_of_memory() -> None:
     assert said == [
         "CUDA graphs took 9 MiB, more than planned: 3 of 8 are captured; longer sequences decode without them"
     ]
-    # Narrow tables and large batches come first.
+    # Shapes with narrow tables and large batches are captured first.
     assert graphs.find(8, 4) == DecodeShape(8, 4)
     assert graphs.find(1, 4) is None
     assert graphs.find(8, 16) is None

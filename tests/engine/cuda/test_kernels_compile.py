@@ -22,12 +22,12 @@ def attention(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
 
 
 def in_use(arch: int) -> dict[str, list[Compiled]]:
-    """`sample`, and for Hopper `small`."""
+    """Return the kernels of `sample`, and for Hopper also those of `small`."""
     return attention(arch, "sample", "small") if arch == 90 else attention(arch, "sample")
 
 
 def is_fast(kernels: list[Compiled], arch: int) -> bool:
-    """Return whether keys are prefetched and multiplied on tensor cores. Decode has too few rows for Hopper's."""
+    """Return whether keys are prefetched and multiplied on tensor cores. Decode has too few rows for Hopper's wgmma."""
     prefill, parts = ([kernel for kernel in kernels if kernel.name == name] for name in ("_prefill", "_attend_parts"))
     return (
         all(kernel.wide_copies for kernel in prefill + parts)
@@ -45,7 +45,7 @@ def test_variants_in_use_fit_without_spills(arch: int) -> None:
 
 
 def test_small_heads_compile() -> None:
-    """The interpreter multiplies matrices of any size."""
+    """Only compiling shows this, because the interpreter multiplies matrices of any size."""
     kernels = in_use(90)["small"]
     check(kernels, 90)
     assert Counter(kernel.name for kernel in kernels) == Counter(dict.fromkeys(KERNELS, 2) | {"_prefill": 4})

@@ -13,8 +13,8 @@ from tests.engine.cuda.poisoned import Poisoned, random, units_off
 
 HALF = [torch.float16, torch.bfloat16]
 UNITS_OFF = {torch.float16: 1, torch.bfloat16: 2}
-"""One rounding; Triton's interpreter truncates to bfloat16 where devices round."""
-# (rows, inputs, outputs): one of each, whole tiles, beyond a tile in both directions.
+"""The kernel rounds once. Triton's interpreter truncates to bfloat16, where devices round."""
+# (rows, inputs, outputs): one of each; whole tiles; sizes larger and smaller than whole tiles.
 SHAPES = [
     (1, 1, 1),
     (2, 40, 3),
@@ -43,7 +43,7 @@ def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch
     out = Poisoned(rows, outputs, dtype, device)
     linear(x, weight, bias, out.tensor)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    # Sums in float32: terms that cancel leave errors of the terms' size.
+    # Sums are in float32. If terms cancel, the error is still in proportion to the terms, not to their sum.
     sizes = exact.abs().maximum((x.double().abs() @ weight.double().abs().T) * 2.0**-6)
     assert units_off(out.tensor, exact, sizes) <= UNITS_OFF[dtype]
     assert out.guards_stand()

@@ -217,7 +217,7 @@ def test_too_little_left_behind_the_pool_is_explained_too(checkpoint: Path, monk
 
 @interpreted
 def test_the_largest_step_runs_once_more_behind_the_graphs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sequences fit the pool. Capturing has emptied torch's cache, which no request should have to fill."""
+    """The step's sequences fit the pool. Capturing empties torch's cache, which no request should have to refill."""
     started, ran = starter(settings(checkpoint, kv_pool_tokens=32)), []
     warm_up = CudaBackend.warm_up
 

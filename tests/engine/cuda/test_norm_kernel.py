@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (5, 7), (3, 48), (2, 513), (4, 1024), (1, 5120)]
 EPS = 1e-5
 UNITS_OFF = {torch.float32: 16, torch.float16: 2, torch.bfloat16: 4}
-"""Two roundings; Triton's interpreter truncates to bfloat16 where devices round."""
+"""The kernel rounds twice. Triton's interpreter truncates to bfloat16, where devices round."""
 
 
 def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
 
 
 def test_small_rows_keep_epsilon(device: torch.device) -> None:
-    """Rows of zeros and of values whose squares vanish beside epsilon."""
+    """The rows have zeros, or values whose squares vanish beside epsilon."""
     x = torch.tensor([[0.0, 0.0, 0.0], [1e-4, -1e-4, 2e-4]], device=device)
     out = torch.full_like(x, torch.nan)
     rms_norm(x, torch.ones(3, device=device), EPS, out)

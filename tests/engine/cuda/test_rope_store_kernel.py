@@ -16,7 +16,7 @@ from tests.engine.cuda.poisoned import Poisoned, random, units_off
 EPS = 1e-6
 LAYERS, LAYER, BLOCKS = 3, 1, 6
 UNITS_OFF = {torch.float32: 8, torch.float16: 2, torch.bfloat16: 4}
-"""Triton's interpreter truncates to bfloat16 where devices round."""
+"""Triton's interpreter truncates to bfloat16, where devices round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def test_queries_turn_in_place_and_keys_and_values_reach_their_slots(case: Case,
 
 
 def test_it_rounds_where_the_reference_does(device: torch.device) -> None:
-    """The kernel also rounds between norm, weight and rotation, as `expected` does. One rounding would differ."""
+    """The kernel also rounds between norm, weight and rotation, as `expected` does. Rounding once would differ."""
     case = Case(12, 2, 64, dtype=torch.float16, normed=True)
     done = run(case, device, [0, 1, 2, 3, 4])
     assert (done.queries != done.expected[:, :12].half()).float().mean() < 0.01

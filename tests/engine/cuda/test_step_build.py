@@ -38,7 +38,7 @@ def chunk_of(request_id: int, start: int, count: int, blocks: list[int], *, deco
 
 @st.composite
 def steps(draw: Any) -> list[list[SequenceChunk]]:
-    """Draw steps in a row; a request may come back with more blocks, other blocks, or fewer."""
+    """Draw successive steps. A request may return in a later step with more blocks, other blocks, or fewer."""
     found = []
     for _ in range(draw(st.integers(1, 4))):
         ids = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5, unique=True))
@@ -152,7 +152,7 @@ def test_pending_tokens_name_the_choice_they_are() -> None:
     builder = StepBuilder(SIZE, TILING, WIDTHS)
     host = builder.build([chunk_of(3, 0, 6, [5, 6], decodes=False, samples=True), known, pending], {9: 0, 2: 4})
     assert (host.pending_rows.tolist(), host.pending_choices.tolist()) == ([7], [4])
-    assert on_cpu(host).tokens[7] == 0, "an id of the vocabulary until the device knows better"
+    assert on_cpu(host).tokens[7] == 0, "a valid token id until the device fills in the choice"
     with pytest.raises(ValueError, match="the last step chose no token for request 2"):
         builder.build([pending], {1: 0})
 
@@ -175,7 +175,7 @@ def test_widths_are_few_and_hold_every_sequence(max_blocks: int, size: int) -> N
 
 
 def test_a_buffer_is_written_again_only_when_it_was_read() -> None:
-    """Three steps go out at once. The fourth waits for the first step's event."""
+    """The first three steps are sent at once. The fourth waits for the first step's event."""
     device = CpuDevice()
     waited: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The cut of prompt chunks has every token once and every part once, and no more sums than the scratch holds."""
+"""A cut of prompt chunks has every token and every part once, and no more sums than the scratch has room for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_parts_are_worth_their_sums(cut_for: Tiling, tokens: int, context: int) 
 @pytest.mark.parametrize(
     ("tokens", "context", "parts"),
     [
-        (1, 8000, 15),  # one tile: as many parts as there are
+        (1, 8000, 15),  # one tile: as many parts as the keys allow
         (100, 8092, 4),  # four tiles of eight heads: 128 programs for 132 multiprocessors
         (292, 7900, 3),
         (2048, 0, 1),  # 512 programs fill the card

@@ -60,7 +60,7 @@ async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-        assert bench.device.closed_calls == len(bench.device.steps), "a call of the backend was left behind"
+        assert bench.device.closed_calls == len(bench.device.steps), "a call of the backend was not closed"
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:

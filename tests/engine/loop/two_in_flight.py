@@ -1,4 +1,4 @@
-"""Makes a backend that takes two steps from one that takes one at a time."""
+"""Wraps a backend that accepts one step at a time, so that it accepts two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.sched.request import Request
 
 
 class TwoInFlight:
-    """Takes a step while another runs, like a device that knows tokens before the host."""
+    """Accepts a step while another runs, like a device that knows tokens before the host does."""
 
     max_in_flight = 2
 
@@ -20,7 +20,7 @@ class TwoInFlight:
         self._last: asyncio.Future[dict[Request, int]] = asyncio.get_running_loop().create_future()
         self._last.set_result({})
         self.pending = 0
-        """Number of tokens taken from the step before."""
+        """The number of input tokens that were taken from the previous step, not from the plan."""
 
     async def run(self, plan: StepPlan) -> StepResult:
         known = [list(chunk.request.output_tokens) for chunk in plan.chunks]
@@ -32,7 +32,7 @@ class TwoInFlight:
             result = await self._backend.run(StepPlan(tuple(chunks)))
             this.set_result({c.request: result.sampled[c.request.id].token for c in plan.chunks if c.samples})
         finally:
-            this.cancel()  # if it failed: the step after it fails too
+            this.cancel()  # if this step failed, the next step fails, too
         return result
 
     def _resolve(self, chunk: SequenceChunk, output: list[int], sampled: dict[Request, int]) -> SequenceChunk:

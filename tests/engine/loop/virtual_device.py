@@ -1,5 +1,5 @@
-"""A device in virtual time under the step loop. It checks every step, and records when the step was given, and began
-and ended."""
+"""A device in virtual time for the step loop. It checks every step, and records when the step was given, when it began
+and when it ended."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class VirtualDevice:
         """Nothing to free."""
 
     def idle_s(self) -> list[float]:
-        """Return the idle seconds of the device between each two steps."""
+        """Return the idle seconds of the device between successive steps."""
         return [round(after.begun_s - before.ended_s, 9) for before, after in itertools.pairwise(self.steps)]
 
 

@@ -119,7 +119,7 @@ def test_shards_make_the_same_model_as_one_file(tmp_path: Any) -> None:
 
 
 def matrices(part: Any) -> list[torch.Tensor]:
-    """Return all tensors of a model's weights, which are kept plain if they are not float32."""
+    """Return all tensors of a model's weights. Projections that are not float32 have plain tensors."""
     if isinstance(part, torch.Tensor):
         return [part]
     if isinstance(part, Projection):

@@ -15,7 +15,7 @@ from tests.engine.sched.checking_backend import CheckingBackend, known_tokens
 
 
 class InOrderBackend(CheckingBackend):
-    """Has at most two steps between `launch` and `result`."""
+    """Has at most two steps between `launch` and `land`."""
 
     def __init__(self, cache: PrefixCache, max_step_tokens: int) -> None:
         super().__init__(cache, max_step_tokens)
@@ -47,7 +47,7 @@ class InOrderBackend(CheckingBackend):
 
     def execute(self) -> None:
         """Run the oldest launched step."""
-        assert self.launched, "the step was lost with one before it"
+        assert self.launched, "the step was lost together with an earlier one"
         plan, known = self.launched.popleft()
         pairs = [self._resolve(chunk, tokens) for chunk, tokens in zip(plan.chunks, known, strict=True)]
         result = self.compute([chunk for chunk, _ in pairs], [tokens for _, tokens in pairs])

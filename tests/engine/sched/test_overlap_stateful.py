@@ -1,4 +1,4 @@
-"""Random traffic with two steps in flight on a device that runs them late. Outputs equal each request's alone."""
+"""Random traffic with two steps in flight on a device that runs them late. A request's output is the same as alone."""
 
 from __future__ import annotations
 

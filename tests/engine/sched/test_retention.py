@@ -1,4 +1,4 @@
-"""Pins that nobody asked for: conversations while their tool runs, and prefixes before a branch."""
+"""Pins that nobody asked for keep conversations while their tool runs, and prefixes before a branch."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_running_requests_and_those_that_wait_get_what_nobody_asked_for() -> Non
 
 
 def test_the_time_that_a_client_asks_for_runs_from_the_end_of_its_prompt() -> None:
-    """A long answer does not prolong it. The pin's last second is the same whether the answer took long or not."""
+    """A long answer does not prolong the pin: here it takes 6 of the 10 seconds."""
     served = Served(pinned=8)
     served.add(list(range(100, 116)), 6, mark_s=10.0)
     while served.scheduler.has_work:
@@ -181,7 +181,7 @@ def test_a_request_that_nothing_else_runs_beside_begins_in_the_step_that_ends_th
         served.step()
     assert len(served.cache.pins) == 8
     large = served.add([9] * 32)
-    served.step()  # it asserts that there is a step
+    served.step()  # `Served.step` asserts that there is a step
     assert large.output_tokens
     assert len(served.cache.pins) < 8
 
@@ -197,7 +197,7 @@ def test_a_request_that_does_not_fit_all_the_same_ends_no_pin() -> None:
     assert len(served.cache.learnt) == 4
     served.add(list(range(3000, 3120)), 1)
     served.step()
-    assert len(served.cache.learnt) == 4, "it waits for the running request's end, whichever pins end"
+    assert len(served.cache.learnt) == 4, "whichever pins end, the large request has to wait for the running one"
     while served.scheduler.has_work:
         served.step()
     assert len(running.output_tokens) == 8

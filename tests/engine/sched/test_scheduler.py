@@ -155,7 +155,7 @@ def test_who_is_overtaken_is_told_by_age_and_not_by_the_order_of_admission() -> 
 
 
 def test_a_preempted_request_goes_before_one_that_never_ran() -> None:
-    """That one has less to compute, so it would go first otherwise."""
+    """The request that never ran has less to compute, so otherwise it would go first."""
     scheduler = make(blocks=6, block_size=2, running=2)
     for i in range(2):
         scheduler.add(Request(i, [10 * i + 1, 10 * i + 2, 10 * i + 3], max_tokens=8))
@@ -177,7 +177,7 @@ def test_no_request_is_admitted_into_the_growth_of_those_that_run() -> None:
     scheduler.add(Request(0, list(range(8)), max_tokens=8))
     step(scheduler)
     scheduler.add(Request(1, [50, 51, 52], max_tokens=2))
-    assert ids(step(scheduler)) == [0], "a block is free for it, but none besides for the running request to grow"
+    assert ids(step(scheduler)) == [0], "one block is free, and the running request will need it"
     drain(scheduler)
     assert scheduler.stats().preemptions == 0
 
@@ -289,7 +289,7 @@ def test_reset_during_a_step_keeps_what_it_computes_out_of_the_cache() -> None:
 
 
 def test_one_request_whose_duplicates_fill_the_pool_goes_on() -> None:
-    """Its last prompt block is cached already and computed again. Keeping both takes five blocks; there are four."""
+    """The last prompt block is cached already and computed again. Keeping both needs five blocks; there are four."""
     scheduler = make(blocks=4, block_size=2)
     scheduler.add(Request(0, [1, 2, 3, 4], max_tokens=1))
     drain(scheduler)

@@ -1,4 +1,4 @@
-"""Random traffic on a backend that checks every step. Outputs equal those of each request alone."""
+"""Random traffic on a backend that checks every step. A request's output is the same as when it runs alone."""
 
 from __future__ import annotations
 

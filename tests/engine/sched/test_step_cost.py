@@ -1,4 +1,4 @@
-"""The fit finds the constants of a device from its steps, and is not led astray."""
+"""The fit finds the constants of a device from its steps, and odd steps do not mislead it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_thousands_of_decode_steps_do_not_erase_what_prefill_costs() -> None:
 
 
 def test_no_other_coefficients_fit_better() -> None:
-    """At the least squares over numbers of at least 0, a slope is 0, or the number is 0 and would have to fall."""
+    """No coefficient may be negative. At the best fit, the error's slope by a coefficient is 0, or the coefficient is 0
+    and only a negative one would fit better."""
     rng = random.Random(6)
     for _ in range(300):
         features = [[rng.choice((0.0, rng.random())) for _ in range(5)] for _ in range(rng.randint(1, 12))]
@@ -153,7 +154,7 @@ def test_times_that_are_not_positive_are_ignored() -> None:
 
 
 def test_the_shortest_step_follows_the_device() -> None:
-    """It is known from the first step on. If the device becomes slower, it follows after some hundred steps."""
+    """The value is known from the first step on. If the device becomes slower, it rises after some hundred steps."""
     fit = StepCostFit()
     assert fit.least_s == 0
     for number in range(100):

@@ -1,4 +1,4 @@
-"""A request that does not fit is not matched in each step, but starts as soon as if it were."""
+"""A request that does not fit is not looked up in the cache in each step. Still it starts as soon as if it were."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_step_is_that_of_a_scheduler_that_tries_each_time(
 
 @pytest.mark.parametrize("tokens", range(1, 37))
 def test_a_request_begins_when_just_what_it_lacks_is_given_back(tokens: int) -> None:
-    """The pool has ten blocks. The first request gives its own back while the second still runs."""
+    """The pool has ten blocks. The first request gives its blocks back while the second still runs."""
     schedulers = [make(kind, IndexKind.HASH, Eviction.LRU, 10) for kind in (Scheduler, Forgetful)]
     for scheduler in schedulers:
         scheduler.add(Request(0, list(range(11)), 2))
@@ -125,5 +125,5 @@ def test_what_waits_is_not_matched_in_each_step(index: IndexKind) -> None:
     while scheduler.load().waiting:
         steps += 1
         step(scheduler, 0.0)
-    assert steps > 100, "it waits for the other one's end"
+    assert steps > 100, "the request waits until the running one has ended"
     assert 0 < matched[0] < 10

@@ -71,7 +71,7 @@ async def test_operators_have_a_port_of_their_own(start: Start, key_file: Path, 
         assert await status_of(engine, ports.clients, "GET", "/debug/held_keys", key) == 404
         assert await status_of(engine, ports.clients, "GET", "/metrics", key) == 404
         reset = await status_of(engine, ports.clients, "POST", "/reset_prefix_cache", key)
-        assert reset == (200 if has_key else 404), "gateways pass a reset on, if they can show that they may"
+        assert reset == (200 if has_key else 404), "with a key, gateways may reset caches at the clients' port"
         for method, path in (*OPERATING, ("GET", "/health"), ("GET", "/metrics")):
             assert await status_of(engine, ports.admin, method, path) == 200, path
         assert await status_of(engine, ports.admin, "POST", CHAT) == 404

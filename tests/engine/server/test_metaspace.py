@@ -1,4 +1,4 @@
-"""Answers of a model whose tokens begin with their space: its tokenizer strips the first space of a decoded text."""
+"""Answers of a model whose tokens begin with a space. Its tokenizer strips the first space of a decoded text."""
 
 from __future__ import annotations
 

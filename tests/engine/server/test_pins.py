@@ -140,7 +140,7 @@ async def test_a_chat_with_tools_outlives_a_flood_until_its_result_comes(start: 
         assert kept > 10
         await ask(engine, CHAT, {**asked, "tools": [TOOL], "tool_choice": "none", "cache_salt": "other"})
         await ask(engine, CHAT, {**asked, "cache_salt": "third"})
-        assert len(engine.service.scheduler.pins[1]) == kept, "a model that may call no tool waits for no result"
+        assert len(engine.service.scheduler.pins[1]) == kept, "without a tool call, no tool result will follow"
         await flood(engine)
         usage = await ask(engine, CHAT, {"messages": [*turns, result], "tools": [TOOL], "max_tokens": 4})
         assert usage["prompt_tokens_details"]["cached_tokens"] > 160
@@ -163,9 +163,9 @@ async def test_a_tenant_neither_reads_nor_renews_what_another_keeps(start: Start
         kept = (await ask(engine, MESSAGES, mine))["cache_creation_input_tokens"]
         now_s = asyncio.get_running_loop().time()
         assert await read_again(engine, theirs) == 0
-        engine.service.scheduler.advance(now_s + 290)  # their request has not renewed it ...
+        engine.service.scheduler.advance(now_s + 290)  # the pin is still there ...
         assert len(engine.service.scheduler.pins[0]) == kept // 16
-        engine.service.scheduler.advance(now_s + 301)  # ... as the next look shows
+        engine.service.scheduler.advance(now_s + 301)  # ... and now it is gone, because their request did not renew it
         assert len(engine.service.scheduler.pins[0]) == 0
 
 

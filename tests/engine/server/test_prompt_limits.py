@@ -18,7 +18,7 @@ HUGE = "a b " * 5 * 2**20
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All tokenized texts."""
+    """Return the list to which every tokenized text is added."""
     texts: list[str] = []
     encode = Tokenizer.encode
 

@@ -1,4 +1,4 @@
-"""The choices of a request: their seeds, and the one hashing of their prompt."""
+"""The choices of a request have their own seeds, and their prompt is hashed once."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ async def test_a_prompt_is_hashed_once_for_all_its_choices_and_not_on_the_event_
     assert threading.get_ident() not in threads
     _, again = await engine.ask(TEXT, prompt=prompts, n=4, max_tokens=1)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 159 + 79, "all but the last token"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 159 + 79, "all but each prompt's last token"

@@ -23,7 +23,7 @@ TEXT = {"prompt": "Tell me of it, sir"}
 
 
 class Wordy(SimBackend):
-    """Writes only whole words, so that its text has the same tokens as the tokenizer gives it."""
+    """Writes only whole words, so that the tokenizer turns its text into the tokens that it wrote."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(FAST, tokenizer.vocab_size)

@@ -26,7 +26,7 @@ async def streamed(engine: Engine, path: str, **fields: Any) -> list[dict[str, A
 
 
 async def tokens_of(engine: Engine, path: str) -> list[int]:
-    """Return the prompt's tokens by another route of the engine."""
+    """Return the prompt's tokens, as another route of the engine gives them."""
     fields = PROMPTS[path]
     tokens: list[int] = (await engine.ask("/tokenize", **fields))[1]["tokens"]
     return tokens

@@ -13,7 +13,7 @@ from tests.engine.server.conftest import wait_until
 
 
 async def test_more_calls_than_may_wait_are_refused_until_threads_are_done() -> None:
-    """A call whose caller has left counts while a thread works on it, and does not count if no thread has begun it."""
+    """If a caller has left, its call counts while a thread works on it, but not if no thread has begun it."""
     workers, release, begun = TextWorkers(1, max_pending=2), threading.Event(), threading.Event()
 
     def work() -> str:

@@ -92,7 +92,7 @@ def test_every_step_is_within_the_limits(limits: Limits, seed: int) -> None:
 
 
 class CpuTimed(TorchBackend):
-    """Times a step by the CPU time of its one thread, so that other processes on the machine do not count."""
+    """Times a step by the CPU time of its one thread, so that other processes on the machine do not matter."""
 
     def _step(self, plan: StepPlan) -> StepResult:
         start_s = time.thread_time()
@@ -151,7 +151,7 @@ def test_the_program_writes_a_profile_that_the_engine_takes(checkpoint: Path, tm
         (["--kv-pool-tokens", "16"], "too small to calibrate"),
         (["--kv-pool-tokens", "64"], "kinds of steps fit the KV pool"),
         (["--kv-pool-tokens", "512", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),
-        (["--model", ".", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),  # said before anything is loaded
+        (["--model", ".", "--out", "no/p.yaml"], "--out no/p.yaml cannot be written"),  # before anything is loaded
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_line(
@@ -187,7 +187,8 @@ def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:
 
 
 def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
-    """The container's variables are the engine's: shared ones count, others are ignored, and typos are refused."""
+    """The container has the engine's variables. Those of settings that both programs have are read, others ignored, and
+    typos refused."""
     environ = {"WARMROUTE_MODEL": str(checkpoint), "WARMROUTE_HOST": "", "WARMROUTE_MAX_RUNNING": "3"}
     settings = CalibrateSettings.load(["--seconds", "2"], prog="warmroute-engine calibrate", environ=environ)
     assert (settings.model, settings.max_running, settings.seconds) == (checkpoint, 3, 2)

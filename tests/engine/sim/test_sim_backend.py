@@ -38,7 +38,7 @@ def test_step_time_is_the_formula() -> None:
 
 
 def test_h100_prefill_of_8k_matches_the_published_scale() -> None:
-    """Measured kernels plus attention give 205 to 220 ms; here it is one step."""
+    """The measured times of kernels and attention add up to 205 to 220 ms. Here the prefill is a single step."""
     plan = StepPlan((chunk(request(), 0, 8192),))
     assert PROFILES["h100-8b"].step_s(plan) == pytest.approx(0.21, rel=0.1)
 
@@ -79,7 +79,7 @@ async def test_an_idle_device_starts_when_asked_and_a_long_stall_lasts() -> None
     for number in range(3):
         started_s = loop.time()
         await backend.run(StepPlan((chunk(request(number), 0, 1),)))
-        assert loop.time() - started_s == pytest.approx(step_s, rel=0.05), "another request: the device was idle"
+        assert loop.time() - started_s == pytest.approx(step_s, rel=0.05), "the request is new: the device was idle"
         await asyncio.sleep(0.4 * step_s)
     started_s = loop.time()
     await asyncio.sleep(1.0)

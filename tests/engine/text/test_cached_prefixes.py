@@ -1,4 +1,4 @@
-"""The number of prompt tokens before a place in a conversation."""
+"""The number of prompt tokens before a place in a conversation, which is the end of one of its parts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parted(draw: st.DrawFn) -> Messages:
 def test_a_place_stands_for_text_that_nothing_behind_it_changes(
     byte_level: Tokenizer, name: str, messages: Messages, others: Messages, tools: Any, data: st.DataObject
 ) -> None:
-    """The text before a place is a beginning of the prompt for every continuation of the conversation there."""
+    """However the conversation continues at a place, the prompt begins with the text before that place."""
     message = data.draw(st.integers(0, len(messages) - 1))
     parts = data.draw(st.integers(1, len(messages[message]["content"])))
     kept = [*messages[:message], {**messages[message], "content": messages[message]["content"][:parts]}]

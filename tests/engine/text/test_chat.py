@@ -143,7 +143,7 @@ def test_where_a_template_may_lie(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_requests_with_tools_get_the_template_for_them(tmp_path: Path, in_config: bool) -> None:
-    """Some checkpoints have such a template beside one that silently omits tools (Hermes, Command R)."""
+    """Some checkpoints (Hermes, Command R) have a template for tools, and another one that silently omits tools."""
     both = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{{ messages[0].content }}"}
     reference = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), chat_template=both)
     reference.save_pretrained(tmp_path, save_jinja_files=not in_config)

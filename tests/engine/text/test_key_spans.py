@@ -97,7 +97,7 @@ def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, message
             canonical, rendered = canonical + len(char.encode()), rendered + 1
             known.append((canonical, rendered))
         canonical, rendered = canonical + 1, rendered + len("<|end|>\n")
-    # A content may be found earlier, in the template's text: then the claim is smaller, which is legal.
+    # The same text may occur earlier, in the template. Then the claim is smaller, which is allowed.
     position = searched = 0
     for message in messages:
         position += len("<|turn|>" + message["role"] + "\n")
@@ -127,7 +127,7 @@ def test_tools_come_first_in_the_bytes_and_claim_nothing(byte_level: Tokenizer) 
 
 
 def test_a_template_that_moves_the_system_text_gets_no_claims_behind_it(byte_level: Tokenizer) -> None:
-    """The text before a moved message depends on later messages, so a claim of it would be wrong for the next turn."""
+    """The text before a moved message depends on later messages, so a claim of that text would soon be wrong."""
     messages = [
         {"role": "system", "content": "s" * 100},
         {"role": "user", "content": "first question " * 10},

@@ -19,7 +19,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text
 
 @given(text=TEXTS)
 def test_ends_never_claim_a_token_too_early(byte_level: Tokenizer, text: str) -> None:
-    """The bytes of tokens 0..i lie within the first ends[i] characters, so they are equal for any continuation."""
+    """The bytes of tokens 0..i are within the first ends[i] characters, so they are the same for any continuation."""
     encoded = byte_level.encode(text, add_special_tokens=False)
     data = b""
     for token, end in zip(encoded.ids, encoded.ends, strict=True):

@@ -23,7 +23,7 @@ class FolderModel:
     def store(self, label: Label, content: list[Any]) -> None:
         """Store a block whole or not at all; a present block stays as it is."""
         if label.digest in self.contents:
-            assert self.contents[label.digest] == content, "one name stands for two contents"
+            assert self.contents[label.digest] == content, "one digest has two contents"
         self.contents.setdefault(label.digest, list(content))
         self.parents[label.digest] = label.parent
 
@@ -34,7 +34,7 @@ class FolderModel:
         del self.contents[digest], self.parents[digest]
 
     def leading(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these, from the first on, are there."""
+        """Return how many leading blocks of these are there."""
         return next((i for i, digest in enumerate(digests) if digest not in self.contents), len(digests))
 
     def clear(self) -> None:
@@ -97,17 +97,17 @@ class FolderCopies:
         is_down = flying.run.direction is Direction.DEMOTE
         caches = (self.upper_cache, self.lower_cache) if is_down else (self.lower_cache, self.upper_cache)
         for pair, before, label in zip(flying.run.pairs, flying.before, flying.labels, strict=True):
-            assert caches[0].pool.references(pair.source), "a source came free under a copy"
-            assert caches[1].pool.references(pair.target), "a target came free under a copy"
+            assert caches[0].pool.references(pair.source), "a source was freed during its copy"
+            assert caches[1].pool.references(pair.target), "a target was freed during its copy"
             if is_down:
-                assert self.upper[pair.source] is before, "a source was written under a copy"
+                assert self.upper[pair.source] is before, "a source was written during its copy"
                 if flying.resets != self.resets:
-                    fails = True  # it was asked for before a reset
+                    fails = True  # the copy was requested before a reset
                 elif not fails:
                     self.stored += label.digest not in self.folder.contents
                     self.folder.store(label, before)
                 continue
-            assert self.upper[pair.target] is flying, "a target was written under a copy"
+            assert self.upper[pair.target] is flying, "a target was written during its copy"
             content = self.folder.contents.get(label.digest)
             if content is None or fails:
                 self.gone += content is None

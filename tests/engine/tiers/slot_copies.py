@@ -15,7 +15,7 @@ Memory = dict[int, Any]
 
 @dataclass(eq=False)
 class Flying:
-    """A run in flight: its target is torn until it ends."""
+    """A run in flight. The content of its target is invalid until the run ends."""
 
     run: BlockRun
     before: list[Any]
@@ -74,10 +74,10 @@ class SlotCopies:
         caches = (self.upper_cache, self.lower_cache)
         from_, to = caches if flying.run.direction is Direction.DEMOTE else reversed(caches)
         for pair, before in zip(flying.run.pairs, flying.before, strict=True):
-            assert source[pair.source] is before, "a source was written under a copy"
-            assert target[pair.target] is flying, "a target was written under a copy"
-            assert from_.pool.references(pair.source), "a source came free under a copy"
-            assert to.pool.references(pair.target), "a target came free under a copy"
+            assert source[pair.source] is before, "a source was written during its copy"
+            assert target[pair.target] is flying, "a target was written during its copy"
+            assert from_.pool.references(pair.source), "a source was freed during its copy"
+            assert to.pool.references(pair.target), "a target was freed during its copy"
             if not fails:
                 target[pair.target] = list(before)
         flying.has_ended, flying.fails = True, fails

@@ -1,4 +1,4 @@
-"""Copies may take a share of each step of others, and no more than one operation above it."""
+"""Copies may take a share of the time of other requests' steps, and at most one operation more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = st.floats(1e-6, 10.0)
 
 
 ENDS = 24
-"""Requests of the test below. The blocks of each are processed and released, even if the share is used up."""
+"""Requests of the last test. When one ends, its blocks are processed and released, even if the share is used up."""
 
 
 class Ticking:
@@ -43,7 +43,7 @@ class Ticking:
 def test_what_is_spent_is_a_share_of_the_steps_and_one_operation(
     share: float, steps: list[tuple[float, list[float]]]
 ) -> None:
-    """This holds from any step on, if each operation begins only when it is allowed."""
+    """This holds over any range of steps, if each operation begins only when it is allowed."""
     now = [0.0]
     allowance = Allowance(share, lambda: now[0])
     spent: list[float] = []
@@ -79,13 +79,13 @@ def test_nothing_is_bounded_while_no_request_is_computed_and_no_debt_remains() -
     assert not allowance.is_left
     for _ in range(9):
         allowance.begin_step(1.0)
-        assert not allowance.is_left, "what was overdrawn is taken from the steps that follow"
+        assert not allowance.is_left, "later steps pay for what was overdrawn"
     allowance.begin_step(1.0 + 1e-6)
     assert allowance.is_left
 
 
 class PacedMachine(TiersMachine):
-    """All that holds for tiers also holds if their operations take time and are bounded by others' steps."""
+    """All checks of tiers also pass if their operations take time and are bounded by other requests' steps."""
 
     tick_s = 0.004
 
@@ -101,7 +101,7 @@ def test_every_token_is_right_however_slow_the_copies_are_made_to_be() -> None:
 
 
 class Still:
-    """Timers whose time stands still."""
+    """Timers that never fire."""
 
     def time(self) -> float:
         return 0.0
@@ -112,7 +112,7 @@ class Still:
 
 @pytest.mark.parametrize(("takes_s", "begun"), [(0.0, 3), (1.0, 0)])
 def test_made_tiers_pay_with_the_time_that_their_thread_computes(takes_s: float, begun: int) -> None:
-    """They do not pay by the clock, because the machine may have done something else meanwhile."""
+    """They pay by CPU time, not by the clock, because the machine may have done something else meanwhile."""
     cache = PrefixCache(60, 2)
     store = emulated_store(Still(), Place.HOST, 600, pool_blocks=60, block_bytes=10, bytes_per_s=1e9)
     tiers = make_tiers(
@@ -143,8 +143,8 @@ class DecodeCost(FixedCost):
 
 @pytest.mark.parametrize("tick_s", [0.0001, 0.05, 0.2])
 def test_copies_take_their_share_of_the_steps_of_others(tick_s: float) -> None:
-    """One request decodes all the time, while prompts come that push each other out of the pool. Each operation of
-    copies downwards takes `tick_s`. In all they take a share of the steps, plus the time at each request's end."""
+    """One request decodes all the time, while prompts push each other out of the pool. Each operation that copies down
+    takes `tick_s`. Together they take a share of the steps' time, plus one operation at each request's end."""
     clock = Ticking(0.0)
     cache = PrefixCache(80, 2)
     pod = make_pod(cache, (400,), clock, token_s=1.0, rate=1e9, running=3)

@@ -23,7 +23,7 @@ class DecodeCost(FixedCost):
 
 
 class Beside:
-    """An engine that decodes one request, and in which only the host tier holds the prompt."""
+    """An engine that decodes one request, and that has PROMPT only in its host tier."""
 
     def __init__(self, *, blocks: int = 60) -> None:
         self.called = 0
@@ -75,7 +75,7 @@ def test_it_begins_once_the_step_runs(requests: int) -> None:
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert (engine.called, engine.coming) == (1, 0)
-    assert engine.scheduler._cache.pool.available == available, "no block was taken while the step was planned"
+    assert engine.scheduler._cache.pool.available == available, "planning the step took no block"
     engine.tiers.go_on()
     assert engine.coming == BLOCKS
     assert engine.scheduler._cache.pool.available == available - BLOCKS
@@ -153,7 +153,7 @@ def test_a_pool_that_has_filled_up_meanwhile_has_it_computed() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
-    """While other requests run, copies of an ended request's blocks begin then, even if its client has left."""
+    """If other requests run, an ended request's blocks are copied down during their steps, even if its client left."""
     engine = Beside()
     other = tuple(range(40, 56))
     engine.scheduler.add(Request(2, other, tokens))
@@ -161,7 +161,7 @@ def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
     assert engine.scheduler.abort(2) == (tokens > 1)
     link, prompt_blocks = engine.pod.links[0], len(other) // 2
     engine.step()
-    assert link.copier.open_blocks(Direction.DEMOTE) == 0, "none begins as the request ends or with the next plan"
+    assert link.copier.open_blocks(Direction.DEMOTE) == 0, "no copy begins at the request's end or with the next plan"
     assert engine.called > 0
     for _ in range(200):
         engine.tiers.go_on()
@@ -171,4 +171,4 @@ def test_what_goes_down_begins_once_a_step_runs(tokens: int) -> None:
             break
         if link.lower.count_hits(link.lower.open(other), 100) == 2 * prompt_blocks:
             return
-    raise AssertionError("the blocks have not gone down")
+    raise AssertionError("the blocks were not copied down")

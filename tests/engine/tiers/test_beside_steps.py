@@ -88,7 +88,7 @@ class Gated:
 async def small_pieces(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any
 ) -> AsyncIterator[tuple[Engine, list[Watched], Gated]]:
-    """An engine whose copies go in pieces of two blocks, one at a time."""
+    """An engine that copies in pieces of two blocks, one piece at a time."""
     watched: list[Watched] = []
     tell = ThreadedCopies.tell
 
@@ -109,10 +109,10 @@ async def small_pieces(
 async def test_what_has_been_copied_is_taken_in_while_a_step_runs(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole prompt goes down during one step, in nine pieces, one at a time. The blocks are then free for others, and
-    the step's result is right."""
+    """A whole prompt is copied down during one step, in nine pieces, one at a time. Its blocks are then free for other
+    requests, and the step's result is right."""
     async with small_pieces(checkpoint, monkeypatch) as (pod, (host,), steps):
-        short = [2, *range(4, 100)]  # there is room for it while all blocks of the other prompt are held
+        short = [2, *range(4, 100)]  # it fits while all blocks of the other prompt are held
         cold, computed = (await pod.answer(1))[0], (await pod.answer(2, prompt=short))[0]
         await pod.settled()
         assert pod.state.service is not None
@@ -152,6 +152,6 @@ async def test_no_step_makes_a_copy_and_little_is_under_way(
         assert len(watched) == 3
         for copies in watched:
             assert copies.threads, "copies were made"
-            assert threading.get_ident() not in copies.threads, "the thread that plans steps"
+            assert threading.get_ident() not in copies.threads, "the thread that plans steps has copied"
             assert not copies.threads & steps.threads
             assert 0 < copies.most_blocks <= PIECE_BLOCKS

@@ -1,4 +1,4 @@
-"""The file of the disk tier: whole blocks come back, and damaged ones count as missing."""
+"""The file of the disk tier: whole blocks are read back, and damaged blocks are treated as missing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_found_after_a_restart(tmp_path: Path) -> None:
 @settings(phases=(Phase.generate, Phase.shrink), max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_flipped_bit_or_torn_end_is_a_miss(tmp_path: Path, data: st.DataObject) -> None:
-    """Blocks that are not touched are still there."""
+    """The other blocks are still there."""
     path, written = tmp_path / "file", [label(i) for i in range(SLOTS)]
     path.unlink(missing_ok=True)
     with opened(path) as (file, _):
@@ -267,7 +267,7 @@ RED = "the salt of the tenant red"
 
 
 def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
-    """Slots do not matter: the second engine gives its blocks new numbers, and goes on writing into free slots."""
+    """Block numbers need not stay: the second engine numbers its blocks anew and continues to write into free slots."""
     long, branch, tenants = [1] * 12, [1] * 8 + [2] * 4, [1] * 8
     shape = Shape(8, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
     memory = memoryview(bytearray(2 * BLOCK_BYTES))

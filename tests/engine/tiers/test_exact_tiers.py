@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 FINGERPRINT = b"f" * 32
 PROMPT = tokens(22, seed=1)
 IN_BLOCKS = 20
-"""The prompt's tokens in whole blocks, because tiers hold whole blocks."""
+"""The prompt's tokens that are in whole blocks. Tiers hold only whole blocks."""
 
 
 class Copies:
@@ -74,7 +74,7 @@ def spoil(backend: TorchBackend, stores: Sequence[Store]) -> None:
 
 
 def lose_down_to(depth: int, tiers: Tiers, cache: PrefixCache, backend: TorchBackend, stores: Sequence[Store]) -> None:
-    """Lose what the pool and the tiers above the one at `depth` hold."""
+    """Lose what the pool and the first `depth` tiers hold."""
     cache.reset()
     for link in tiers._links[:depth]:
         link.lower.reset()
@@ -100,7 +100,7 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
             answers = serve(backend, cache, [request(1, PROMPT), *others], 23, tiers=tiers, wait=copies.wait)
             assert answers[0].cached_tokens == IN_BLOCKS
             hit = sum(answer.cached_tokens for answer in answers)
-            assert tiers.stats.hit_tokens[tier] == hit, "not read from this tier alone"
+            assert tiers.stats.hit_tokens[tier] == hit, "not only this tier was read"
             assert torch.equal(answers[0].bits(), cold.bits()), tier
             copies.settle(tiers)
     finally:
@@ -108,7 +108,7 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
 
 
 def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path) -> None:
-    """Prompts are warm from host memory, disk and shared folder, in other steps than cold ones and beside others."""
+    """Warm prompts are read from host memory, disk and shared folder. Unlike cold ones, they run beside others."""
     backend = with_near_logits(tmp_path / "model")
     prompts = [tokens(22, seed=seed) for seed in range(6)]
     cold = [serve(backend, empty(backend), [request(1, prompt)], 64)[0] for prompt in prompts]
@@ -126,11 +126,11 @@ def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path
                 before = tiers.stats.hit_tokens[tier]
                 warm, *_ = serve(backend, cache, [request(1, prompt), *beside(2)], 23, tiers=tiers, wait=copies.wait)
                 assert warm.cached_tokens == IN_BLOCKS
-                assert tiers.stats.hit_tokens[tier] >= before + IN_BLOCKS, "not read from this tier"
+                assert tiers.stats.hit_tokens[tier] >= before + IN_BLOCKS, "this tier was not read"
                 seen.append(near_and_far(warm, alone))
                 copies.settle(tiers)
     finally:
         close_stores(stores, tiers)
     near, far = map(sum, zip(*seen, strict=True))
-    assert near, "no gap is under the bound, so the model does not test it"
+    assert near, "no gap is under the bound, so the bound is not tested"
     assert far

@@ -29,7 +29,7 @@ PROMPT_TOKENS = 300
 
 
 class SlowDevice:
-    """Computing costs seconds, so everything kept is fetched, however busy the machine is."""
+    """Claims that computing takes seconds, so all kept blocks are fetched, however busy the machine is."""
 
     least_s = 0.0
 
@@ -162,7 +162,7 @@ async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_pat
             assert cached == 0
             await pod.settled()
         assert pod.metric("warmroute_tier_demotions_total", tier="disk") == 2 * 18
-    async with engine(checkpoint, learns=False, **fields) as pod:  # the earlier engine has left what it had learnt
+    async with engine(checkpoint, learns=False, **fields) as pod:  # the earlier engine stored what it had learnt
         await wait_until(lambda: len(pod.scheduler.held_keys()[Tier.DISK]) > 0, what="the keys on disk")
         warm, cached = await pod.answer(1, cache_salt="red")
         assert (warm, cached) == (cold[1], 18 * BLOCK)

@@ -1,4 +1,4 @@
-"""A fetch whose copies do not end is given up in time, whatever its request waits behind."""
+"""A fetch whose copies do not end is given up in time, whichever requests are ahead of its own."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def compute(pod: Pod, request: Request) -> None:
 
 
 def test_it_does_not_keep_its_blocks_from_a_request_that_goes_first() -> None:
-    """The disk hangs. The fetch's request is not looked at while a request before it does not fit."""
+    """The disk hangs. The scheduler does not look at the fetch's request while an earlier request does not fit."""
     now_s = 0.0
     pod = make_pod(PrefixCache(POOL_BLOCKS, 2), (100, 200), lambda: now_s, token_s=1.0, rate=1e4, running=4)
     compute(pod, Request(0, PROMPT, 1))
     pod.cache.reset()
     pod.links[0].lower.reset()
     pod.scheduler.add(Request(1, PROMPT, 1))
-    assert pod.scheduler.schedule() is None, "its blocks are fetched from the disk"
+    assert pod.scheduler.schedule() is None, "the first request's blocks are fetched from the disk"
     pod.scheduler.add(Request(2, LONG, 1))
     pod.scheduler._entries[2].overtaken = 100
-    assert pod.scheduler.schedule() is None, "the fetch holds the blocks that it lacks"
+    assert pod.scheduler.schedule() is None, "the fetch holds the blocks that the second request lacks"
     assert pod.tiers.check_in_s() > 0
     now_s += pod.tiers.check_in_s()
     plan = pod.scheduler.schedule()

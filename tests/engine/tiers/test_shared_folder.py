@@ -74,7 +74,7 @@ def files(root: Path) -> list[Path]:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Three engines, and what happens to their files, compared with a dictionary."""
+    """Three engines and what happens to their files, compared with a dictionary."""
 
     @initialize(room=st.integers(2, 20))
     def start(self, room: int) -> None:
@@ -91,7 +91,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 2), number=st.integers(0, CHAINS - 1), depth=st.integers(1, DEPTH))
     def keep(self, who: int, number: int, depth: int) -> None:
-        """Store what a request leaves: blocks from the first on. Each engine has its own clock."""
+        """Store a request's first `depth` blocks."""
         self.now_s += 1
         for label in CHAIN[number][:depth]:
             assert store(self.engines[who], label) == (label.digest not in self.there)
@@ -109,7 +109,7 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, CHAINS - 1), depth=st.integers(0, DEPTH - 1), at=st.integers(0, FILE_BYTES - 1))
     def flip(self, number: int, depth: int, at: int) -> None:
-        """Flip one bit of a file. It is found when the block is read; then the file goes, with all that need it."""
+        """Flip one bit of a file. Reading finds the damage and removes the file. Then remove blocks that need it."""
         label = CHAIN[number][depth]
         if label.digest in self.there:
             path = self.engines[0]._path(label.digest, label.parent)
@@ -146,7 +146,7 @@ class Sharing(RuleBasedStateMachine):
     def whoever_looks_finds_what_is_there(self) -> None:
         for labels in CHAIN if hasattr(self, "there") else ():
             expected = next((i for i, label in enumerate(labels) if label.digest not in self.there), DEPTH)
-            assert all(label.digest not in self.there for label in labels[expected:]), "a block without its parent"
+            assert all(label.digest not in self.there for label in labels[expected:]), "a block lacks its parent"
             assert leading(self.engines[2], labels) == expected
 
 
@@ -170,13 +170,13 @@ def test_room_is_made_by_use_and_a_block_goes_before_its_parent(tmp_path: Path) 
         for label in labels:
             store(folder, label)
             os.utime(folder._path(label.digest, label.parent), (1000.0 - age, 1000.0 - age))
-    os.utime(folder._path(CHAIN[1][0].digest, NO_DIGEST), (0.0, 0.0))  # their first block, long unused by itself
+    os.utime(folder._path(CHAIN[1][0].digest, NO_DIGEST), (0.0, 0.0))  # the shared first block is the oldest
     whole = 1 + CHAINS * (DEPTH - 1)
     for room in range(whole, 0, -1):
         assert Janitor(tmp_path, room * FILE_BYTES, "a").sweep() is not None
         found = [leading(folder, labels) for labels in CHAIN]
         assert sum(found) - (CHAINS - 1) * (found[0] > 0) == len(files(tmp_path))
-        assert found == sorted(found, reverse=True), "the least recently used go first"
+        assert found == sorted(found, reverse=True), "the least recently used chains are removed first"
 
 
 @pytest.mark.parametrize("cut", [0, 1, HEAD_BYTES - 1, HEAD_BYTES, FILE_BYTES - 1, FILE_BYTES + 1])
@@ -202,7 +202,7 @@ def test_blocks_of_another_model_version_tenant_or_content_are_not_served(tmp_pa
     moved = other._path(label.digest, label.parent)
     moved.parent.mkdir()
     mine._path(label.digest, label.parent).rename(moved)
-    with pytest.raises(OSError, match="not the block"):  # even if the file lies there
+    with pytest.raises(OSError, match="not the block"):  # even if the file is in the other model's place
         load(other, label)
     store(mine, label)
     with pytest.raises(OSError, match="not the block"):  # digests that collide
@@ -231,7 +231,7 @@ def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Pat
     assert not lock.exists()
     assert janitors[1]._take_turn()
     janitors[0]._end_turn()
-    assert lock.exists(), "another engine's turn is not ended"
+    assert lock.exists(), "an engine does not end another engine's turn"
 
 
 def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_nothing_is_written_beyond_the_bytes_that_the_folder_may_hold(tmp_path: 
 
 
 def test_a_folder_whose_lock_is_kept_does_not_grow(tmp_path: Path) -> None:
-    """An engine that was killed while it made room keeps its turn for LEASE_S."""
+    """An engine that was killed while it made room keeps the lock for LEASE_S."""
     most = 128 * FILE_BYTES
     copies = SharedCopies(opened(tmp_path), HostBlocks(memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES), 1)
     engine = OpenShared(opened(tmp_path), copies, most)

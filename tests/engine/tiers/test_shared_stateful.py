@@ -1,5 +1,5 @@
-"""Two engines over one folder: random traffic in each, one of them killed, blocks removed from the folder. Every token
-of both is checked, and so are the keys that each publishes."""
+"""Two engines share one folder. Both have random traffic, one may be killed, and blocks are removed from the folder.
+Every token of both is checked, and so are the keys that each publishes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.engine.tiers.test_tiers_stateful import SETTINGS, Pod, TiersMachine
 
 
 class SharedMachine(TiersMachine):
-    """All that holds for one engine holds for each of two. Requests go to `self.pod`; `other` is the other engine.
+    """What is true of one engine is true of each of two. Requests go to `self.pod`; `other` is the other engine.
 
-    The other engine has no request meanwhile, because a state machine does one thing at a time. Its copies go on.
+    The other engine has no request meanwhile, because a state machine does one thing at a time. Its copies continue.
     """
 
     @initialize(
@@ -72,8 +72,8 @@ class SharedMachine(TiersMachine):
 
     @rule(begins=st.booleans())
     def kill(self, begins: bool) -> None:
-        """Kill the engine in use during its copies, which never end or show. Another engine starts with empty tiers, or
-        the requests go to the one that is left."""
+        """Kill the engine in use during its copies, which leave nothing in the folder. A new engine with empty tiers
+        replaces it. `begins`: whether requests go to the new engine, or else to the one that was left."""
         self.count(self.pod)
         self.requests.clear()
         self.published = {}
@@ -84,7 +84,7 @@ class SharedMachine(TiersMachine):
     @precondition(lambda self: self.folder.contents)
     @rule(data=st.data())
     def make_room(self, data: st.DataObject) -> None:
-        """Remove a block as another engine does: first the blocks that need it."""
+        """Remove a block as another engine does, after all blocks that need it."""
         self.folder.remove(data.draw(st.sampled_from(sorted(self.folder.contents))))
 
     @rule(answers=st.booleans(), refuses=st.booleans())
@@ -144,7 +144,7 @@ def test_every_token_is_right_whatever_befalls_the_folder_and_the_engines() -> N
 
 @pytest.mark.parametrize("index", [IndexKind.HASH, IndexKind.RADIX])
 def test_what_one_engine_stored_the_other_reads_and_a_killed_one_leaves_nothing_wrong(index: IndexKind) -> None:
-    """A long run with a fixed seed and the same checks: everything that can happen to a folder happens in it."""
+    """A long run with a fixed seed and the same checks, in which everything happens that can happen to a folder."""
     draw = random.Random(5)
     machine = SharedMachine()
     machine.start(10, 2, 1, Eviction.LRU, index, (14,), 1.0, 1000.0)

@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for an answer of the file system, however busy the machine is."""
+    """Have engines wait for the file system's answer, however busy the machine is."""
     monkeypatch.setattr(search, "LOOKUP_SHARE", 1.0)
 
 
@@ -69,7 +69,7 @@ async def test_what_one_stored_another_has_bit_for_bit(checkpoint: Path, tmp_pat
             assert second.metric("warmroute_tier_lookups_total", outcome="found") == 1
             assert second.metric("warmroute_tier_bytes", tier="shared") > 0
             await second.settled()
-            again, cached = await first.answer(1, cache_salt="blue")  # what the second has left
+            again, cached = await first.answer(1, cache_salt="blue")  # what the second engine stored
             assert (again, cached) == (other, HELD)
             held = second.scheduler.held_keys()
             assert len(held[Tier.GPU]) + len(held[Tier.HOST]) + len(held[Tier.DISK]) > 0

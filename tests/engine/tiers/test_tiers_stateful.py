@@ -1,4 +1,4 @@
-"""Random traffic over a pool and two tiers whose copies end in any order, late, or fail. Every token is checked."""
+"""Random traffic over a pool and two tiers. Copies end in any order, end late, or fail. Every token is checked."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def make_pod(
 
 
 class TiersMachine(SchedulerMachine):
-    """All that holds without tiers also holds with them: outputs, blocks, and the free blocks in the end."""
+    """Checks with tiers what is checked without them: outputs, blocks, and that all blocks are free in the end."""
 
     @initialize(
         blocks=st.integers(5, 12),
@@ -145,11 +145,11 @@ class TiersMachine(SchedulerMachine):
         later: bool = False,
         pinned: float = 0.0,
     ) -> None:
-        """`pinned`: the part of the pool that requests may pin."""
+        """`pinned`: the share of the pool that requests may pin."""
         self.now_s = 0.0
         cache = PrefixCache(blocks, block_size, index=index, eviction=eviction, pinned_blocks=int(pinned * blocks))
         self.use(self.make(cache, lower, token_s=token_s, rate=rate, running=running, eviction=eviction))
-        if later:  # deferred work is done as late as it may be, with the next step
+        if later:  # deferred work is done with the next step, the latest time allowed
             self.tiers._later = lambda: None
         self.requests: dict[int, Request] = {}
         self.next_id = 0
@@ -189,7 +189,7 @@ class TiersMachine(SchedulerMachine):
         ends=st.sampled_from(["all", "all", "none", "late", "some fail"]),
     )
     def serve(self, which: list[int], ends: str) -> None:
-        """Serve prompts that come again and push each other out of the pool, each to its end."""
+        """Serve prompts that repeat and push each other out of the pool. Each request ends before the next begins."""
         self.is_late = ends == "late"
         for number in which:
             self.failing_source = number % 3 if ends == "some fail" else None
@@ -217,7 +217,7 @@ class TiersMachine(SchedulerMachine):
         self.tiers.go_on()
 
     def end_copies(self) -> None:
-        """End all copies under way; some may fail. Then begin what may begin."""
+        """End all copies under way; some may fail. Then begin the copies that wait."""
         for copies in self.copies:
             for flying in tuple(copies.flying):
                 cast(Any, copies).end(flying, fails=flying.run.source % 3 == self.failing_source)
@@ -237,7 +237,7 @@ class TiersMachine(SchedulerMachine):
         for _ in range(200):
             if plan is not None or not self.requests:
                 break
-            assert self.something_comes(), "work waits, but nothing runs and nothing comes"
+            assert self.something_comes(), "requests wait, but nothing runs and no copy is under way"
             if self.is_late:
                 self.copies[0].end_all()
                 self.now_s += 1000  # the disk hangs: no request waits for it
@@ -260,7 +260,7 @@ class TiersMachine(SchedulerMachine):
         self.keys_are_true()
 
     def keys_are_true(self) -> None:
-        """Check that published keys follow from the reports, are prefix-closed after each, and are what tiers hold."""
+        """Check that the published keys are prefix-closed after each reported change, and equal what the tiers hold."""
         changes = self.scheduler.take_changes()
         for key in changes.removed:
             del self.published[key]
@@ -269,7 +269,7 @@ class TiersMachine(SchedulerMachine):
             assert self.published.get(key) is not tier, "a reported change changes nothing"
             self.published[key] = tier
             parent = self.parents.get(key)
-            assert parent is None or parent in self.published, "a key came before its parent"
+            assert parent is None or parent in self.published, "a key was stored before its parent"
         # Blocks that are only in the folder belong to no engine.
         caches = [self.cache, *[link.lower for link in self.links if link.tier != Place.SHARED]]
         model: dict[PrefixKey, Tier] = {}
@@ -296,7 +296,7 @@ class TiersMachine(SchedulerMachine):
                 copies.end_all()
         assert not self.tiers.is_busy
         for cache in (self.cache, *[link.lower for link in self.links]):
-            assert cache.pool.available == cache.pool.total, "a copy has kept its blocks"
+            assert cache.pool.available == cache.pool.total, "a copy did not give its blocks back"
             cache.check_integrity()
         assert not self.tiers._fetches
         assert not self.tiers._fetched
@@ -306,7 +306,7 @@ class TiersMachine(SchedulerMachine):
 
 
 def test_every_way_of_a_fetch_is_walked() -> None:
-    """Long runs of repeated prompts, with a fixed seed and the same checks: everything that tiers can do happens."""
+    """Long runs of repeated prompts with a fixed seed and the same checks, in which tiers do everything they can do."""
     totals: Counter[object] = Counter()
     draw = random.Random(3)
     for lower in [(10, 60), (12, 60), (10, 30), (40,), (12,)] * 4:

@@ -1,7 +1,7 @@
-"""A model of an engine's prefix cache and events: whole blocks, least recently used first out, a toy tokenizer.
+"""A model of an engine's prefix cache and its events, with whole blocks, LRU eviction and a toy tokenizer.
 
-As in vLLM, no event tells of reused blocks, a request's blocks are freed last to first, and a store event has the
-session of its request. It is written for the tests, from tokens only, without using `router.events`.
+As in vLLM, no event tells of reused blocks, a request's blocks are freed from last to first, and a store event has
+the session of its request. The model only uses tokens, and does not use `router.events`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL = "m"
 
 
 def uniform_tokens(text: bytes) -> list[tuple[int, int]]:
-    """Return token ids and where each ends, four bytes each; the last may be shorter."""
+    """Return tokens of four bytes each, as id and end in the text. The last token may be shorter."""
     return [(int.from_bytes(text[at : at + 4], "big"), min(at + 4, len(text))) for at in range(0, len(text), 4)]
 
 
@@ -39,7 +39,7 @@ def keys_of(text: bytes) -> tuple[PrefixKey, ...]:
 
 
 def chain(tokens: Sequence[int], size: int) -> list[int]:
-    """Return the engine's name of each whole block of `tokens`: a hash of all tokens up to its end."""
+    """Return the engine's name of each whole block of `tokens`: a hash of all tokens up to the block's end."""
     names, last = [], 0
     for end in range(size, len(tokens) + 1, size):
         last = hash((last, *tokens[end - size : end])) & 0xFFFF_FFFF_FFFF_FFFF
@@ -48,13 +48,13 @@ def chain(tokens: Sequence[int], size: int) -> list[int]:
 
 
 class ModelEngine:
-    """`batches`: what it published, encoded. `room`: its capacity in blocks."""
+    """An engine with room for `room` blocks. `batches` are all batches of events that it published, encoded."""
 
     def __init__(self, room: int, block_tokens: int) -> None:
         self.room = room
         self.block_tokens = block_tokens
         self.used: dict[int, None] = {}
-        """Blocks held, the longest unused first."""
+        """The blocks in the cache, those that were unused for longest first."""
         self.batches: list[bytes] = []
 
     def serve(self, tokens: Sequence[int], session: str | None, *, generated: Sequence[int] = ()) -> int:

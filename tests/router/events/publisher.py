@@ -1,4 +1,4 @@
-"""A scripted publisher of KV events over real ZMQ sockets: PUB, and ROUTER for replays, as vLLM has them."""
+"""A scripted publisher of KV events over real ZMQ sockets, as in vLLM: PUB for events, and ROUTER for replays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Publisher:
         self.answers = True
 
     async def start(self, connect_to: str | None = None) -> None:
-        """Bind to the earlier ports, if there were any; or connect the publisher."""
+        """Bind, after a restart to the same ports as before; or connect the PUB socket to `connect_to`."""
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         for socket in (self._pub, self._router):
             socket.setsockopt(zmq.LINGER, 0)
@@ -77,7 +77,7 @@ class Publisher:
 
 
 async def bound(socket: zmq.Socket[bytes], port: int) -> int:
-    """Bind the socket to the port, or to any; return the port. A port that was just closed is free a little later."""
+    """Bind the socket to the port, or to any port, and return it. A port that was just closed is busy for a moment."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:

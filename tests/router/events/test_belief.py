@@ -1,4 +1,4 @@
-"""The index believes of a pod what its model engine holds, whatever was sent to it."""
+"""The index believes that a pod holds what its model engine holds, whatever was sent to the engine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ALPHABET = bytes(range(65, 90))
 
 
 def piece(number: int, length: int) -> bytes:
-    """Return a text that depends on `number`, also in its texture."""
+    """Return a text of `length` bytes that differs for each `number`."""
     step = 1 + number * 3
     return bytes(ALPHABET[(number + at * step) % (7 + 3 * number)] for at in range(length))
 
 
 class Belief(RuleBasedStateMachine):
-    """Sends requests of shared and own pieces to one pod."""
+    """Sends requests to one pod. Their prompts are made of pieces, some of which several prompts share."""
 
     tokenizer = staticmethod(uneven_tokens)
     is_exact = is_told = False
@@ -44,11 +44,11 @@ class Belief(RuleBasedStateMachine):
         self.read = 0
         self.sessions = itertools.count()
         self.prompts: dict[bytes, bool] = {}
-        """Prompt -> whether the engine ever stored a block for it. If a stranger's request stored all blocks, no event
-        names the prompt."""
+        """Prompt -> whether the engine ever stored a block for it. If a stranger's request stored all its blocks, no
+        event names the prompt."""
 
     def catch_up(self) -> None:
-        """Deliver events, and let a quiet time pass, after which only the events' keys are believed."""
+        """Deliver the events that the engine has published since the last call."""
         for payload in self.engine.batches[self.read :]:
             self.feed.batch(POD, payload)
         self.read = len(self.engine.batches)
@@ -60,7 +60,7 @@ class Belief(RuleBasedStateMachine):
         guess=st.floats(0.6, 1.6),
     )
     def request(self, pieces: list[tuple[int, int]], says: bool, generated: int, guess: float) -> None:
-        """Send a request, store it, and answer it, with or without a token count."""
+        """Send a request, let the engine store its blocks, and answer with or without a token count (`says`)."""
         text = b"".join(piece(number, length) for number, length in pieces)
         session = f"s{next(self.sessions)}"
         tokens = [token for token, _ in self.tokenizer(text)]
@@ -86,13 +86,13 @@ class Belief(RuleBasedStateMachine):
 
     @invariant()
     def is_prefix_closed_and_right(self) -> None:
-        """A prompt that is held whole, with events, is believed whole; a prompt without held blocks is not believed."""
+        """If the engine holds a whole prompt and published it, all keys are believed; if it holds no block, none is."""
         believed = set().union(*self.index.held(POD).values())
         for text, is_known in self.prompts.items():
             keys, tokens = keys_of(text), self.tokenizer(text)
             mine = [key in believed for key in keys]
             if self.is_told:
-                assert mine == sorted(mine, reverse=True), "what is believed is no prefix"
+                assert mine == sorted(mine, reverse=True), "the believed keys are not a prefix of the chain"
             blocks = self.engine.held_blocks([token for token, _ in tokens])
             if not blocks:
                 assert not any(mine)
@@ -106,14 +106,14 @@ class Belief(RuleBasedStateMachine):
 
 
 class ExactBelief(Belief):
-    """Tokens have equal length, and engines count them: every key is right."""
+    """If tokens have equal length and engines count them, every key is right."""
 
     tokenizer = staticmethod(uniform_tokens)
     is_exact = is_told = True
 
 
 class ToldBelief(Belief):
-    """Engines count tokens: what is held whole is believed whole, whatever else shares a part of it."""
+    """If engines count tokens, a prompt that is held whole is believed whole, whatever prompts share a part of it."""
 
     is_told = True
 

@@ -1,4 +1,4 @@
-"""Whatever a stream loses or repeats and whenever its engine restarts, batches count in order or all is forgotten."""
+"""Whatever a stream loses or repeats and whenever its engine restarts, batches are in order, or all is forgotten."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from router.events.order import MAX_HELD, Order
 
 
 class Publisher:
-    """An engine that keeps its last `kept` batches, and a reader that takes them through an Order."""
+    """An engine that can replay its last `kept` batches, and a reader that applies batches through an Order."""
 
     def __init__(self, *, kept: int | None) -> None:
         self.kept = kept
         self.life = 0
         self.published: list[bytes] = []
         self.known: list[bytes] = []
-        """Batches applied since everything was last forgotten."""
+        """The batches applied since the reader last forgot everything."""
         self.has_forgotten = False
         self.is_away = False
-        """Whether the engine has restarted, and the reader is not connected to it again."""
+        """Whether the engine has restarted and the reader is not yet connected again."""
         self.asked: list[int] = []
         self.order = Order(
             has_replay=kept is not None, apply=self.known.append, forget=self.forget, ask=self.asked.append
@@ -54,7 +54,7 @@ class Publisher:
             self.order.replay_ended()
 
     def is_current(self) -> bool:
-        """Return whether the known batches are the end of what was published, without a gap."""
+        """Return whether the applied batches are the last ones that were published, without a gap."""
         return not self.known or self.known == self.published[-len(self.known) :]
 
 
@@ -69,7 +69,7 @@ ACTIONS = st.lists(
 @example(["publish", "restart", "connect", "answer", "lose", "publish"], 2)
 @example(["answer", "publish", "check", "restart", "lose", "connect", "publish", "fail"], 2)
 def test_with_replay_nothing_is_missing_and_a_check_finds_everything(actions: list[str], kept: int) -> None:
-    """After any losses and restarts the known batches have no gap; after a check they end with the last one."""
+    """After any losses and restarts the applied batches have no gap. After a check they include the latest batch."""
     there = Publisher(kept=kept)
     there.connect()
     for action in actions:
@@ -102,7 +102,7 @@ def test_with_replay_nothing_is_missing_and_a_check_finds_everything(actions: li
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(["publish", "publish", "lose", "restart"]), max_size=60))
 def test_without_replay_a_gap_forgets(actions: list[str]) -> None:
-    """The known batches never have a gap."""
+    """The applied batches never have a gap."""
     there = Publisher(kept=None)
     there.order.check()
     for action in actions:

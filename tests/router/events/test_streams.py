@@ -75,7 +75,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("topics", [True, False])
 async def test_what_was_stored_before_is_replayed_and_evictions_are_seen(topics: bool) -> None:
-    """Replays may have the topic or not."""
+    """`topics`: whether replayed messages have the topic."""
     engine = ModelEngine(room=24, block_tokens=4)
     async with publishing(engine, topics=topics) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher)})
@@ -91,11 +91,11 @@ async def test_what_was_stored_before_is_replayed_and_evictions_are_seen(topics:
         await until(lambda: here.believed() == 12)  # 24 blocks have room for two prompts of 12
         engine.serve([-at for at in range(40)], None)
         publisher.publish()
-        await until(lambda: here.believed() == 2)  # the prompt's last blocks have made room for ten
+        await until(lambda: here.believed() == 2)  # the ten new blocks have evicted the prompt's last ten
 
 
 async def test_a_gap_is_replayed_and_a_lost_tail_is_found_by_a_check() -> None:
-    """No event follows the lost one: only the check can tell."""
+    """When the last event is lost, no later event shows the gap: only a check finds it."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher)})
@@ -130,12 +130,12 @@ async def test_an_answer_to_a_check_does_not_lead_to_the_next_check(monkeypatch:
 
 
 async def test_without_replay_a_gap_forgets_and_what_follows_is_believed() -> None:
-    """Blocks that later blocks continue are known to be there, because their names are remembered."""
+    """The names of blocks are remembered. So if a later event continues a block, the block is known to be there."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher, replays=False)})
         await until(lambda: here.streams.state(POD) == "waiting")
-        await asyncio.sleep(0.2)  # nothing tells when the subscription is ready
+        await asyncio.sleep(0.2)  # nothing shows when the subscription is ready
         here.serve(engine)
         publisher.publish()
         await until(lambda: here.believed() == 12)
@@ -172,7 +172,7 @@ async def test_a_restart_forgets_and_its_first_batches_count() -> None:
 
 
 async def test_a_stream_that_is_gone_is_believed_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was known becomes beliefs, and the pod no longer counts as one that reports."""
+    """What the events reported is from then on only believed, and the pod is treated as one that reports nothing."""
     monkeypatch.setattr(subscribe, "STALE_S", 0.3)
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
@@ -194,7 +194,7 @@ async def test_a_stream_that_is_gone_is_believed_not_reported(monkeypatch: pytes
 
 
 async def test_a_replay_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events go on; what is missing is lost, and the status says so."""
+    """Later events are still read. The missing ones are lost, and the status says so."""
     monkeypatch.setattr(subscribe, "REPLAY_S", 0.2)
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
@@ -213,7 +213,7 @@ async def test_a_replay_that_is_not_answered_is_given_up(monkeypatch: pytest.Mon
 
 @contextlib.contextmanager
 def no_sockets(here: Gateway) -> Iterator[None]:
-    """Leave no socket to the gateway's streams, as a process without descriptors has none."""
+    """Leave the gateway's streams no socket, as in a process that has no free descriptor."""
     context = here.streams._zmq()
     taken: list[zmq.Socket[bytes]] = []
     with contextlib.suppress(zmq.ZMQError):
@@ -229,7 +229,7 @@ def no_sockets(here: Gateway) -> Iterator[None]:
 async def test_a_lack_of_sockets_ends_no_stream_for_good(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither when the stream begins, nor at a check that needs a new socket because the last one was not answered."""
+    """Sockets are lacking when the stream begins, and at a check that needs a new one after an unanswered check."""
     monkeypatch.setattr(follow, "_MAX_SOCKETS", 8)
     monkeypatch.setattr(follow, "RETRY_S", 0.1)
     monkeypatch.setattr(subscribe, "SLOWEST_CHECK_S", 0.2)
@@ -257,7 +257,7 @@ async def test_a_lack_of_sockets_ends_no_stream_for_good(
 
 
 async def test_an_engine_too_old_for_sessions_is_said_to_be_one() -> None:
-    """It does not count as a pod that reports."""
+    """Its pod is treated as one that reports nothing."""
     engine = ModelEngine(room=256, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher)})
@@ -296,7 +296,7 @@ async def test_engines_that_connect_are_told_apart_by_topic() -> None:
 
 
 async def test_a_pod_that_is_gone_leaves_nothing_behind() -> None:
-    """Neither the index nor the streams keep anything; its place is free for another pod."""
+    """Neither the index nor the streams keep anything of the pod, and its slot is free for another pod."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         for life in range(3):

@@ -113,7 +113,7 @@ def test_media(medium: str | None, tier: Tier) -> None:
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\x91" * 100_000])
 def test_headers_that_promise_more_than_there_is(payload: bytes) -> None:
-    """Data that does not come takes neither memory nor stack."""
+    """A header may announce data that does not follow. This takes neither memory nor stack."""
     with pytest.raises(BadBatch):
         decode(payload)
 

@@ -1,4 +1,4 @@
-"""An API server that keeps pods and plays given faults: LIST in pages, WATCH from a version, bookmarks."""
+"""An API server that has pods and plays given faults. It knows LIST in pages, WATCH from a version, and bookmarks."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def pool(
 
 
 def objective(name: str, priority: Any, pool: str = POOL, **ref: Any) -> Json:
-    """Return an InferenceObjective; priority None: it has none."""
+    """Return an InferenceObjective. With priority None, it has no priority."""
     return {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferenceObjective",
@@ -54,7 +54,7 @@ def objective(name: str, priority: Any, pool: str = POOL, **ref: Any) -> Json:
 
 @dataclass
 class ScriptedCluster:
-    """`pods`: the API servers that list pods, by the selector in the query."""
+    """One API server for the pools, one for the objectives, and in `pods` one for each selector that lists pods."""
 
     pools: ScriptedApi = field(
         default_factory=lambda: ScriptedApi(("fieldSelector", f"metadata.name={POOL}"), "InferencePoolList")

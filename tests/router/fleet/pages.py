@@ -45,7 +45,7 @@ def vllm_page(
     first_rank: int = 0,
     unused: Sequence[int] = (),
 ) -> bytes:
-    """`blocks`: KV blocks of each rank. `unused`: ranks of a server with several processes that had no request yet.
+    """`blocks`: KV blocks of each rank. `unused`: ranks without a request so far, if each rank is its own process.
 
     `slots`: (when, most adapters, running, waiting), one series each.
     """
@@ -87,7 +87,7 @@ def vllm_page(
 def sglang_page(
     loads: Sequence[Load], *, capacity: int = 20_480, page_size: int = 1, old: bool = False, tp: int = 1
 ) -> bytes:
-    """If there are several ranks, each has the label dp_rank; if `tp` is above 1, every scheduler of a rank writes."""
+    """Several ranks have the label dp_rank. If `tp` is above 1, each of a rank's schedulers writes its own samples."""
     samples: list[tuple[str, Load]] = []
     for rank, load in enumerate(loads):
         dp = f'dp_rank="{rank}",' if len(loads) > 1 else ""

@@ -39,7 +39,7 @@ def test_each_kind(line: str, kind: type) -> None:
 
 
 async def test_a_kubeconfig_leads_to_the_pods(tmp_path: Path) -> None:
-    """From flags to the set, over a real connection: only the API server is replaced."""
+    """This tests everything from flags to the set of pods, over a real connection. Only the API server is replaced."""
     api = ScriptedApi()
     api.put(pod("a", "10.0.0.1"))
     async with serving(api) as url:

@@ -1,4 +1,4 @@
-"""Where vLLM says that it publishes its KV events."""
+"""The ports at which vLLM publishes its KV events, as its `/kv_event_sources` reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the list of its models tells about an engine."""
+"""What an engine's list of models tells about the engine."""
 
 from __future__ import annotations
 

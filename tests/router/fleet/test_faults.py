@@ -181,7 +181,7 @@ async def test_the_share_is_of_the_pods_that_answer_and_of_each_model() -> None:
 @pytest.mark.looptime
 @pytest.mark.parametrize(("breaking", "left"), [(3, ["d", "e", "f"]), (4, ["a", "b", "c", "d", "e", "f"])])
 async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, left: list[str]) -> None:
-    """Something between gateway and pods cuts all streams. Errors, which another pod makes good, still count."""
+    """Something between gateway and pods cuts all streams. Errors that another pod makes good still count."""
     world = world_of(6)
     async with world.running():
         pods = world.fleet.pods("m")
@@ -189,14 +189,14 @@ async def test_streams_that_break_on_most_pods_are_no_pods_fault(breaking: int, 
             for pod in pods[:breaking]:
                 fail(world.fleet, pod, is_begun=True)
                 serve(world.fleet, pod)
-            await asyncio.sleep(60)  # long streams, among short ones that end well
+            await asyncio.sleep(60)  # the streams that break are long, and short ones in between end well
         for _ in range(3):
             for pod in pods[:breaking]:
                 fail(world.fleet, pod, is_begun=True)
         assert world.ids() == left
         for _ in range(3):
             fail(world.fleet, pods[5])
-        assert ("f" in world.ids()) == (breaking == 3), "f stays only if half of the pods are out already"
+        assert ("f" in world.ids()) == (breaking == 3), "f stays if half of the pods are ejected already"
 
 
 @pytest.mark.looptime
@@ -225,9 +225,9 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
         for length_s in (FIRST_EJECTION_S, 2 * FIRST_EJECTION_S):
             await asyncio.sleep(length_s - 0.1)
             assert world.ids() == ["b", "c"]
-            await asyncio.sleep(1.4)  # until the probe after the time out
+            await asyncio.sleep(1.4)  # until the probe after the ejection's end
             assert world.ids() == ["a", "b", "c"]
-            assert world.fleet.doubtful("m") == {"a"}, "a pod on trial takes no second attempt"
+            assert world.fleet.doubtful("m") == {"a"}, "a pod on trial gets no second attempts"
             with leased(world.fleet, pod):
                 assert world.ids() == ["b", "c"]
                 sent_s = now_s()
@@ -261,7 +261,7 @@ async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
 
 @pytest.mark.looptime
 async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> None:
-    """The client left, or another pod also failed the request."""
+    """There is no verdict if the client left, or if another pod also failed the request."""
     world = world_of(3)
     async with world.running():
         pod = world.fleet.pods("m")[0]
@@ -334,7 +334,7 @@ async def test_a_new_life_at_the_same_address_has_a_clean_record(new: str) -> No
 
 @pytest.mark.looptime
 async def test_a_foreign_engine_that_was_away_has_a_clean_record() -> None:
-    """It has no epoch to show a restart; if it does not answer its probe, it has most likely restarted."""
+    """It reports no epoch that would show a restart. If it did not answer its probe, it has most likely restarted."""
     world = world_of(3)
     world.probe.pods["http://a"] = identity("a", None)
     async with world.running():
@@ -403,7 +403,7 @@ def test_a_record_has_a_bound() -> None:
 
 @pytest.mark.looptime
 async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_often() -> None:
-    """Its probe still succeeds. Leaving counts as no failure, and the other pods may all leave, too."""
+    """Its probe still succeeds. Leaving is not counted as a failure, and all other pods may leave, too."""
     world = world_of(2)
     async with world.running():
         pod, other = world.fleet.pods("m")
@@ -472,4 +472,4 @@ async def test_a_pod_that_sleeps_is_out_until_it_is_awake_and_its_requests_are_g
         world.probe.pods["http://a"] = identity("a", None)
         await asyncio.sleep(1.3)
         assert world.ids() == ["a", "b"]
-        assert any("a" in change.ended for change in world.changes), "what was believed of its cache is forgotten"
+        assert any("a" in change.ended for change in world.changes), "the beliefs about its cache are forgotten"

@@ -336,13 +336,13 @@ async def test_an_engine_that_wants_a_key_is_what_discovery_says_it_is() -> None
         assert world.ids("m") == ["b"]
         world.probe.pods["http://b"] = ProbeFailed("401", protected=True)
         await asyncio.sleep(4.0)
-        assert world.ids("m") == [], "nobody says what it serves"
+        assert world.ids("m") == [], "neither discovery nor the engine says what it serves"
         world.probe.pods["http://a"] = ProbeFailed("refused")
         await asyncio.sleep(4.0)
-        assert world.ids("org/m") == [], "a name is no sign of life"
+        assert world.ids("org/m") == [], "a name alone does not show that the engine answers"
         world.probe.pods["http://a"] = identity("pod-a", 1, "org/m", "other")
         await asyncio.sleep(1.3)
-        assert world.ids("org/m") == ["pod-a"], "its own word goes first"
+        assert world.ids("org/m") == ["pod-a"], "what the engine says of itself takes precedence"
         assert world.ids("other") == []
 
 

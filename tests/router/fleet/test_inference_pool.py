@@ -20,9 +20,9 @@ from tests.router.fleet.kube_inference import POOL, ScriptedCluster, at_once, fl
 
 A, B, C = "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000"
 NEWS_S = 1.0
-"""A change of the pool, and of its pods, is known within this time."""
+"""Seconds within which a change of the pool, or of its pods, is known."""
 AGAIN_S = 7.0
-"""The longest pause and a request together."""
+"""Seconds of the longest pause and a request together."""
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ async def test_a_pool_that_changes_takes_the_fleet_with_it_and_leaves_no_gap(
         await asyncio.sleep(120)
         assert seen.urls() == [C]
         assert len(cluster.of().asked) == asked, "what the pool does not select any more is not watched"
-        assert all(seen.sets), "never without an engine"
+        assert all(seen.sets), "there is never a set without engines"
 
 
 @pytest.mark.looptime
@@ -193,7 +193,7 @@ async def test_a_pool_that_is_probably_a_mistake_is_warned_of(
         cluster.pools.put(pool(endpointPickerRef=None))
         await asyncio.sleep(NEWS_S)
         assert "endpointPickerRef names no Service, but --ext-proc-service is picker" in caplog.text
-        assert len(seen.sets) == 1, "none of it changes the fleet"
+        assert len(seen.sets) == 1, "none of the mistakes changes the fleet"
 
 
 @pytest.mark.looptime

@@ -1,4 +1,4 @@
-"""--kube-targets: the result of an entry, refusals and their messages, and several entries that are really followed."""
+"""How entries of --kube-targets are read, which are refused and how, and that several entries are followed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_whatever_is_given_is_read_or_refused(text: str) -> None:
 
 
 async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
-    """From flags to the set, over real connections. Pods with one name in two namespaces are two engines."""
+    """This tests everything from flags to the set of pods. Pods with one name in two namespaces are two engines."""
     one, other = ScriptedApi(), ScriptedApi()
     one.put(pod("vllm-0", "10.0.0.1"))
     other.put(pod("vllm-0", "10.0.0.2"))
@@ -154,7 +154,7 @@ async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
 
 
 async def test_each_sets_engines_are_shown_their_own_key(tmp_path: Path) -> None:
-    """Through a whole gateway: probes, requests and resets; no engine gets the clients' keys."""
+    """This is tested through a whole gateway, for probes, requests and resets. No engine gets the clients' keys."""
     wanting, open_to_all = ProtectedEngine(None, GOOD), ScriptedEngine(None, GOOD)
     apis = {"ns": ScriptedApi(), "llm": ScriptedApi()}
     key = tmp_path / "key"

@@ -19,7 +19,7 @@ from tests.router.fleet.kube import ScriptedApi, following, pod
 
 A, B, C = "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000"
 NEWS_S = 0.5
-"""An event is known within this time."""
+"""Seconds within which an event is known."""
 
 pytestmark = pytest.mark.looptime
 
@@ -87,7 +87,7 @@ async def test_an_evicted_or_ended_pod_is_gone(api: ScriptedApi, now: dict[str, 
 async def test_an_ip_given_to_another_pod_is_another_life(api: ScriptedApi) -> None:
     async with following(api) as seen:
         await asyncio.sleep(NEWS_S)
-        api.put(pod("d", "10.0.0.1", created="2026-01-03T00:00:00Z"))  # before the end of the old one is known
+        api.put(pod("d", "10.0.0.1", created="2026-01-03T00:00:00Z"))  # before the old pod's end is known
         await asyncio.sleep(NEWS_S)
         assert seen.sets[-1] == {EngineAddress(A, "uid-d"), EngineAddress(B, "uid-b")}
         api.remove("a")
@@ -159,7 +159,7 @@ async def test_weights_from_annotations(api: ScriptedApi, caplog: pytest.LogCapt
 async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
     api: ScriptedApi, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise hundreds of pods without a port would fill the log: a line with all names at every change."""
+    """Otherwise hundreds of pods without a port would fill the log with a line of all names at every change."""
     api.pods.clear()
     for i in range(30):
         api.put(pod(f"odd-{i:02}", f"10.0.1.{i}", port=None, annotations={"warmroute.io/weight": "odd"}))
@@ -182,7 +182,7 @@ async def test_what_is_wrong_with_many_pods_is_said_of_each_once(
 
 
 def test_an_event_has_one_pod_read_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading all of a thousand pods took 34 ms for each event. No request moves during this time."""
+    """Reading all of a thousand pods for each event took 34 ms, in which the gateway does nothing else."""
     read: list[str] = []
 
     def reading(one: kubernetes_pods.Pod, port: int | str) -> EngineAddress | None:
@@ -275,7 +275,7 @@ async def test_streams_that_end_at_once_are_asked_for_ever_more_rarely(api: Scri
         assert len({round(gap, 3) for gap in gaps[6:]}) > 5, "gateways must not all come at once"
         api.remove("a")
         await asyncio.sleep(LONGEST_PAUSE_S)
-        assert seen.urls() == [B], "the list is taken each time"
+        assert seen.urls() == [B], "a list is read before each watch"
         api.standing_fault = None
         await asyncio.sleep(LONGEST_PAUSE_S + 61)
         before = len(api.times("list"))
@@ -344,7 +344,7 @@ async def test_known_pods_stay_while_the_server_is_away(api: ScriptedApi) -> Non
         assert 600 / LONGEST_PAUSE_S <= asked <= 2 * 600 / LONGEST_PAUSE_S + 10, "as often as the pauses say"
         assert "unreachable" in (seen.discovery.status().problem or "")
         await asyncio.sleep(SHORT_WATCH_S + 1)
-        assert seen.discovery.status().problem is None, "though the watch goes on for most of a minute"
+        assert seen.discovery.status().problem is None, "although the watch has not ended yet"
 
 
 async def test_an_unforeseen_error_does_not_end_it(api: ScriptedApi, caplog: pytest.LogCaptureFixture) -> None:
@@ -363,7 +363,7 @@ async def test_an_unforeseen_error_does_not_end_it(api: ScriptedApi, caplog: pyt
 
 async def test_a_server_that_cannot_be_reached_is_named_and_nothing_of_the_program() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # the socket is bound, but does not listen
         cluster = Cluster(f"https://127.0.0.1:{taken.getsockname()[1]}", "ns", tls=ssl.create_default_context())
         async with aiohttp.ClientSession() as session:
             with pytest.raises(ApiError, match="ConnectionRefusedError") as caught:

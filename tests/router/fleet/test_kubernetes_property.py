@@ -38,7 +38,7 @@ steps = st.one_of(
 
 
 class World:
-    """Plays steps. A removed name comes back as another pod; an IP belongs to one pod at a time."""
+    """Plays steps. A name that was removed returns as another pod. An IP belongs to one pod at a time."""
 
     def __init__(self) -> None:
         self.api = ScriptedApi()
@@ -85,7 +85,7 @@ class World:
                 await asyncio.sleep(seconds)
 
     def heal(self, seen: Follower) -> None:
-        """End all faults; what they hid stays hidden."""
+        """End all faults. Events that the faults have suppressed are not sent again."""
         self.api.is_mute, self.api.is_up = False, True
         self.api.list_faults.clear()
         self.api.watch_faults.clear()

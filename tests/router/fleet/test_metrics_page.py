@@ -1,4 +1,4 @@
-"""What pages of both engines, in present and earlier releases, tell about load; and what hostile pages do not."""
+"""The load in metrics pages of both engines, in present and earlier releases. Hostile pages do no harm."""
 
 from __future__ import annotations
 

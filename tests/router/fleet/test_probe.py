@@ -1,4 +1,4 @@
-"""What a probe tells about an engine, over real connections; and what silence means while requests are answered."""
+"""What a probe over real connections tells about an engine, and what silence means while requests are answered."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_an_engine_that_wants_a_key_leads_to_the_flag(
 
 @pytest.mark.looptime
 async def test_a_probe_that_waits_behind_requests_does_not_count() -> None:
-    """A full engine takes seconds for its probe while it answers requests. It stays, with all that is known of it."""
+    """A full engine takes seconds to answer a probe while it answers requests. It stays, with what is known of it."""
     world = World()
     async with world.running():
         pods = world.fleet.pods("m")
@@ -96,7 +96,7 @@ async def test_a_probe_that_waits_behind_requests_does_not_count() -> None:
         await asyncio.sleep(AT_WORK_S)
         assert world.fleet.pods("m") == pods
         await asyncio.sleep(3 * (1.2 + 0.5))
-        assert world.fleet.pods("m") == (), "nothing has come from them since"
+        assert world.fleet.pods("m") == (), "nothing has come from the engines since"
 
 
 @pytest.mark.looptime

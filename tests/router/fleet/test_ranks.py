@@ -1,4 +1,4 @@
-"""An engine with data-parallel ranks counts as one pod for each rank, with one record of faults and one probe."""
+"""Each data-parallel rank of an engine is treated as a pod. The ranks share one record of faults and one probe."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ async def test_all_ranks_leave_and_come_back_with_their_pod() -> None:
         assert world.ids() == ["b"]
         world.probe.pods["http://a"] = identity("a", 2)
         await asyncio.sleep(1.3)
-        assert world.ids() == ["a/0", "a/1", "b"], "the next life most likely has as many"
-        assert not set(world.fleet.pods("m")[:2]) & set(pods), "the next life has another cache"
+        assert world.ids() == ["a/0", "a/1", "b"], "after a restart it most likely has as many ranks"
+        assert not set(world.fleet.pods("m")[:2]) & set(pods), "after a restart the cache is another one"
         assert any(change.ended == {"a/0", "a/1"} for change in world.changes)
         world.discovery.put(EngineAddress("http://b"))
         await asyncio.sleep(0.1)

@@ -50,7 +50,7 @@ def test_it_equals_one_made_anew(steps: list[tuple[Any, ...]]) -> None:
         elif kind == "put":
             models, answers, is_same = rest
             pod = pod_of(name, models)
-            if is_same and name in pods:  # the same life, with other models
+            if is_same and name in pods:  # the engine has not restarted, but serves other models
                 pods[name][0].identity = pod.identity
                 pod = pods[name][0]
             pods[name] = pod, answers

@@ -1,4 +1,4 @@
-"""Several discoveries as one: the union, in whatever order sets come, and the effect of one that cannot look."""
+"""Several discoveries joined into one, which yields the union of their sets, in any order and if one of them fails."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_failing_source_holds_back_the_others_engines_only_for_a_while()
         assert told == [{A}]
         status = several.status()
         assert status.problem == "app=other in ns: forbidden"
-        assert status.synced_at_s == pytest.approx(began_s), "its age tells that a source was never read"
+        assert status.synced_at_s == pytest.approx(began_s), "the time of the start, because one source was never read"
         assert (status.errors, status.relists) == (2, {"start": 2})
         other.say(B)
         await asyncio.sleep(0.1)
@@ -153,7 +153,7 @@ def test_each_url_has_its_newest_engine_and_no_url_is_lost(sets: list[frozenset[
         rivals = [other for other in everything if other.url == address.url]
         assert (address.born, address.life) == max((other.born, other.life) for other in rivals)
         equals = [other for other in rivals if (other.born, other.life) == (address.born, address.life)]
-        assert address.key == equals[0].key, "if two sources have one engine, the first source's word counts"
+        assert address.key == equals[0].key, "if two sources have one engine, the first source's entry is used"
 
 
 async def play(steps: list[tuple[int, frozenset[EngineAddress]]]) -> None:

@@ -106,7 +106,7 @@ async def test_a_pod_that_dies_is_gone_as_soon_as_in_a_small_fleet() -> None:
 
 
 async def test_another_life_is_noticed_as_soon_as_in_a_small_fleet() -> None:
-    """Messages of another epoch are no sign of life."""
+    """Messages of another epoch are not a sign that the known engine is alive."""
     world = world_of(LARGE)
     async with world.running():
         with publishing(world):
@@ -147,7 +147,7 @@ async def test_answers_are_signs_of_life_too() -> None:
         assert probes_in(world, "http://p3", since_s) >= 20 / (INTERVAL_S * (1 + JITTER)) - 1
 
 
-@pytest.mark.timeout(20)  # a fleet that sets a timer anew without end never ends this test
+@pytest.mark.timeout(20)  # if the fleet set its timer again and again, this test would never end
 async def test_a_timer_that_is_early_by_less_than_a_tick_of_the_clock_ends_the_wait() -> None:
     class Odd(random.Random):
         """Draws pauses that end 0.4 ns after a tick of the loop's clock. The loop runs timers up to 1 ns early."""

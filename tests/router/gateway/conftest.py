@@ -24,6 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_blocking_calls() -> Iterator[BlockBuster]:
-    """The event loop makes no blocking call anywhere in the gateway's tests."""
+    """Fail a test of the gateway if its event loop makes a blocking call."""
     with blockbuster_ctx() as blockbuster:
         yield blockbuster

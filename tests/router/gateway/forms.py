@@ -1,4 +1,4 @@
-"""Forms as clients write them, and as a parser other than the gateway's reads them."""
+"""Writes forms as clients do, and reads them with a parser that is not the gateway's."""
 
 from __future__ import annotations
 

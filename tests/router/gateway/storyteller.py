@@ -92,7 +92,7 @@ class Storyteller(ScriptedEngine):
         return response
 
     def _events(self, path: str, fields: dict[str, Any], told: list[str], begun: int) -> Iterator[tuple[int, bytes]]:
-        """Yield each event with its place in the story; the events behind the last word continue the count."""
+        """Yield each event with its place in the story. The events after the last word continue the count."""
         is_chat = path == Endpoint.CHAT
         head = {"id": f"x-{next(_ids)}", "object": "o", "created": 1000 + next(_ids), "model": "m"}
         options = fields.get("stream_options") or {}
@@ -123,7 +123,7 @@ class Storyteller(ScriptedEngine):
 
 
 class Gate:
-    """Each stream waits at a given word until `open`, so that a test can kill a pod under all streams at once."""
+    """Each stream waits at a given word until `open`, so that a test can kill a pod in the middle of its streams."""
 
     def __init__(self, at: Callable[[int], int]) -> None:
         """`at`: for a request's number, how many words come before the wait."""
@@ -132,7 +132,7 @@ class Gate:
         self.waiting = 0
 
     async def wait(self, request: web.Request, number: int, words: int) -> None:
-        """The `wait` of a `Storyteller`."""
+        """To be given to a `Storyteller` as `wait`."""
         if words == self._at(number) and not self._open.is_set():
             self.waiting += 1
             await self._open.wait()

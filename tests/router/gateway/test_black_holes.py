@@ -1,4 +1,4 @@
-"""Pods whose probes succeed and whose answers fail: they draw no traffic, and bad requests do not eject a pod."""
+"""Pods whose probes succeed and whose answers fail attract no traffic, and bad requests do not eject a pod."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ejected(gateway: Gateway) -> list[Pod]:
 
 
 async def on_trial(gateway: Gateway) -> None:
-    """Wait until the one ejected pod may be tried: when a probe finds that its time is over."""
+    """Wait until the one ejected pod may be tried, which is at its first probe after the ejection's end."""
     (pod,) = ejected(gateway)
     (member,) = (member for member in gateway.app[FLEET].members() if member.pod is pod)
     clock = asyncio.get_running_loop().time

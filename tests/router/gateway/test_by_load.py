@@ -155,7 +155,7 @@ async def test_in_a_mixed_fleet_the_pods_that_know_a_path_are_found(missing: Scr
 
 
 async def test_a_model_that_an_engine_does_not_know_is_told_by_the_engine() -> None:
-    """The adapter may be gone: no other pod is asked, and nothing is learnt about the path."""
+    """The adapter may have been removed. So no other pod is asked, and nothing is learnt about the path."""
     body = ModelNotFound("model 'm' does not exist", param="model", code="model_not_found").body()
     engines = [ScriptedEngine(pod, answers(404, body)) for pod in "ab"]
     async with running(*engines) as gateway:

@@ -1,4 +1,4 @@
-"""Stores of named caches, in memory and in Redis: each cache for its time, and nothing of another tenant's."""
+"""Stores of named caches, in memory and in Redis, keep each cache for its time and show no other tenant's caches."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class One:
 
 
 def inbound(strides: int, output_tokens: int = 100) -> Inbound:
-    """Return a request of so many strides; longer ones begin with what shorter ones are."""
+    """Return a request of so many strides. Every longer request begins with the shorter ones."""
     keys = tuple(PrefixKey(i + 1) for i in range(strides))
     size = (Endpoint.COMPLETIONS, "m", True, "predicted_ttft", keys, strides * STRIDE, strides * KEY_TOKENS, KEY_TOKENS)
     return Inbound(*size, output_tokens, teaches_tokens=False, body=b"")
@@ -71,10 +71,10 @@ def inbound(strides: int, output_tokens: int = 100) -> Inbound:
 def test_a_key_of_another_gateways_prompt_has_the_tokens_that_its_length_allows(
     strides: int, own: float, part: float, output_tokens: int
 ) -> None:
-    """A prompt of k keys is between k and k + 1 strides long. Within that, what was learnt of the model counts.
+    """A prompt of k keys is k to k + 1 strides long, which bounds the tokens in a key. Within these bounds, a key has
+    as many tokens as this gateway has learnt.
 
-    `own`: the tokens that this gateway believes to be in a key; `part`: by how many keys the prompt is longer than
-    `strides` of these.
+    `own`: the learnt tokens of a key. `part`: how many keys the prompt is longer than `strides`.
     """
     one = One()
     one.estimates.begin_with("m", LearntTokens(1000.0 * STRIDE, 1000.0 * own, 100.0))
@@ -91,9 +91,10 @@ def test_a_key_of_another_gateways_prompt_has_the_tokens_that_its_length_allows(
 @pytest.mark.parametrize("has_left", [False, True])
 @given(cached_tokens=st.integers(7 * KEY_TOKENS, 40 * KEY_TOKENS))
 def test_what_a_pod_held_beyond_the_prediction_takes_no_room_twice(has_left: bool, cached_tokens: int) -> None:
-    """The next turn of a conversation reuses the answer before it, which no key stood for. Its tokens now have keys.
+    """A conversation's next turn reuses the previous answer, whose tokens had no keys. Now they have keys, so their
+    room is not counted twice.
 
-    A few strides more or less are no sign: cached tokens come in blocks, and bytes do not map evenly to tokens.
+    A few strides more or less show nothing: tokens are cached in blocks, and bytes do not map evenly to tokens.
     """
     one = One()
     one.chooser.choose(inbound(7, output_tokens=5000))

@@ -111,7 +111,7 @@ async def test_if_no_event_came_no_record_is_needed(name: str) -> None:
 
 
 async def test_a_stream_without_a_reason_in_the_middle_goes_on_elsewhere() -> None:
-    """The engine's events have the field for the reason."""
+    """The engine's events have the field `finish_reason`, so an end without a reason shows that the stream was cut."""
     told = "".join(story(3)[:2])
     choice = {"index": 0, "text": told, "finish_reason": None}
     head = {"id": "cut", "created": 1, "model": "m"}
@@ -149,7 +149,7 @@ async def test_a_response_that_is_only_announced_has_not_begun() -> None:
 
 
 async def test_a_long_announcement_is_passed_on_before_its_response() -> None:
-    """An announcement repeats the instructions. The gateway counts none of these bytes, so it must not gather them."""
+    """An announcement repeats the instructions. No budget counts these bytes, so the gateway must not keep them."""
     endpoint, _ = STREAMS["response"]
     goes_on = asyncio.Event()
 
@@ -223,7 +223,7 @@ def test_any_bytes_are_judged(data: bytes) -> None:
 
 
 def test_a_message_that_was_asked_for_no_token_is_whole() -> None:
-    """Our engine ends a request in this way if it only fills the cache."""
+    """Our engine answers in this way to a request that only fills the cache."""
     answer = MessagesAnswer("msg_x", "m", marks=(), fills_context=False, says_nothing=True)
     events = answer.start(0, Usage(10, 0, 4)) + answer.end(Usage(10, 1, 4))
     assert b'"output_tokens":0' in events

@@ -191,7 +191,7 @@ async def test_a_lack_of_our_own_ejects_no_engine_and_refuses_new_clients(
 
 
 def test_the_last_descriptors_are_not_given_to_clients() -> None:
-    """The process has a real bound. The gateway answers 503 where the event loop alone would not answer."""
+    """The process has a real limit of descriptors. At the limit the gateway answers 503, unlike an event loop alone."""
     script = """
 import asyncio, contextlib, os, resource, uvloop
 from router.parts import FLEET

@@ -126,7 +126,7 @@ async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_
 async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is not sent again if it is late, after a byte of an answer, or on a new connection."""
     if not said:
-        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # however soon the connection ends, it is too late
+        monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # even an immediate end of the connection is too late
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 2:
@@ -147,7 +147,7 @@ async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkey
 
 
 async def test_a_request_that_ends_its_engine_is_not_taken_for_an_engine_that_was_away() -> None:
-    """An unreachable engine does not count as failed, so a request that ended an engine would go on to the next one."""
+    """Being unreachable is not taken as a failure, so a request that ended its engine would be sent to the next one."""
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 1:
@@ -172,7 +172,7 @@ async def test_an_early_answer_to_a_large_body_is_read() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(plain(413, b"too large"))
         await writer.drain()
-        await reader.read(2**16)  # a little, and no more
+        await reader.read(2**16)  # read a little, and no more
         await over.wait()
         writer.close()
 

@@ -1,4 +1,4 @@
-"""Ratios learnt from answers: they follow what engines report, and no odd report spoils them."""
+"""Ratios learnt from answers follow what engines report, and no odd report spoils them."""
 
 from __future__ import annotations
 

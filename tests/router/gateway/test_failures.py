@@ -256,8 +256,8 @@ async def test_a_client_that_leaves_is_noticed_by_the_engine(script: Script, fie
     ("chunks", "turns"), [*((0, turns) for turns in range(0, 45, 3)), *((chunks, 3) for chunks in (1, 2, 3))]
 )
 async def test_leaving_at_any_moment_leaves_nothing_counted(chunks: int, turns: int) -> None:
-    """A client leaves while it connects, while its request is read, dropped by a pod or sent to another one (some 30
-    turns of the loop), or while chunks come."""
+    """A client leaves while it connects, while its request is read, while a pod drops it, while it is sent to another
+    pod (all in some 30 turns of the loop), or while chunks come."""
     pods = [ScriptedEngine("a", drops), ScriptedEngine("b", streams([event("x")] * 3, gap_s=GAP_S))]
     async with running(*pods, eject_after=100) as gateway:
         calls = [asyncio.create_task(gateway.post(STREAM)) for _ in range(8)]

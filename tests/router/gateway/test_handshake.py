@@ -28,7 +28,7 @@ Loop = Callable[[], asyncio.AbstractEventLoop]
 
 @pytest.fixture
 def no_blocking_calls() -> None:
-    """Certificates are read when a gateway starts."""
+    """Allow blocking calls, because certificates are read when a gateway starts."""
 
 
 @contextlib.asynccontextmanager

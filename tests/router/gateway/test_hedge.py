@@ -85,7 +85,7 @@ class Scene:
 
 
 def after(wait: Callable[[], Awaitable[None]], script: Script) -> Script:
-    """The script, once `wait` is over."""
+    """Return a script that first awaits `wait`."""
 
     async def play(request: web.Request) -> web.StreamResponse:
         await wait()
@@ -219,7 +219,7 @@ async def test_when_both_fail_it_goes_on_as_after_any_failure(last: int, retries
         assert len(set(pods)) == len(pods) == 1 + retries
         if retries == 1:
             assert (reply.status, reply.json) == (429, {"error": {"message": "full"}})
-            assert reply.pod == pods[last], "the last one's error"
+            assert reply.pod == pods[last], "the error of the last attempt"
             assert not holders(gateway)
         else:
             assert (reply.status, reply.body) == (200, b"".join(told("third")))
@@ -233,7 +233,7 @@ async def test_two_broken_attempts_end_a_request_as_without_a_hedge() -> None:
     async with running(*scene.engines, **scene.settings) as gateway:
         reply = await gateway.post(STREAM)
         assert (reply.status, len(scene.asked)) == (502, 2)
-        assert [pod.faults.count for pod in gateway.app[FLEET].pods("m")] == [0, 0, 0], "then the request is at fault"
+        assert [pod.faults.count for pod in gateway.app[FLEET].pods("m")] == [0, 0, 0], "the request is at fault"
 
 
 @pytest.mark.parametrize("status", [400, 404])
@@ -305,7 +305,7 @@ async def test_a_pod_that_failed_lately_is_not_asked() -> None:
 
 
 async def test_a_whole_answer_is_not_hedged() -> None:
-    """A stream that was sent later is hedged, so by then the whole answer would have been hedged, too."""
+    """A stream that is sent later is hedged. If whole answers were hedged, the first request would be by then."""
     release = asyncio.Event()
 
     async def wait() -> None:

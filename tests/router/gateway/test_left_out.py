@@ -34,7 +34,7 @@ OLD, NEW = "old " * 600, "new " * 600
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a pod count as having computed a prompt as soon as it was sent."""
+    """Let the gateway believe that a pod has computed a prompt as soon as the prompt is sent."""
     monkeypatch.setattr(speculation, "SETTLED_S", 0.0)
 
 
@@ -69,7 +69,7 @@ async def after(script: Script, *, stream: bool = True, is_telling: bool = True)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("usage", [MISS, LEFT_OUT], ids=["told", "left out"])
 async def test_a_count_that_a_telling_pod_leaves_out_is_a_miss(usage: bytes, stream: bool) -> None:
-    """It counts as a 0: it refutes the belief in the prompt, and in all that an LRU cache evicts before the prompt."""
+    """The count is taken as 0, so the pod is no longer believed to hold the prompt, or what LRU evicts before it."""
     assert await after(says(usage, stream=stream), stream=stream) == ({"prompt": 1000.0, "cached": 400.0}, False)
 
 

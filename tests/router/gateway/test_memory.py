@@ -20,18 +20,18 @@ ANSWER = orjson.dumps({"choices": [{"text": "x" * 7000, "logprobs": [LOGPROBS] *
 BODY = orjson.dumps({"model": "m", "prompt": "y " * 120_000})
 BUDGETS_MIB = 128 + 128
 READER_MIB = 0.35
-"""What one reader may cost besides the budgets: buffers of two connections, and parts that the allocator keeps. 0.19 to
-0.25 were seen. A whole answer is 4 MiB."""
+"""MiB that one reader may cost besides the budgets: buffers of two connections, and memory that the allocator keeps.
+0.19 to 0.25 were seen. A whole answer has 4 MiB."""
 DEADLINE_S = 240.0
 
 
 @pytest.fixture
 def no_blocking_calls() -> None:
-    """Starting a process and reading /proc block; the gateway under test is another process here."""
+    """Allow blocking calls, such as reading /proc. The gateway under test is another process here."""
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve an engine's side of one connection; the kernel holds little of what is not read."""
+    """Serve an engine's side of one connection. The kernel buffers little that the gateway does not read."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     models = orjson.dumps({"data": [{"id": "m"}]})
     with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -101,7 +101,7 @@ async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
 @pytest.mark.timeout(2 * DEADLINE_S)
 async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> None:
-    """Bodies of 115 MiB, and whole answers up to their budget; the budget no longer counts what the kernel took."""
+    """Bodies take 115 MiB. Answers take at most their budget, which does not count bytes that the kernel has taken."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=READERS)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
     engine = await asyncio.start_server(_answer, sock=listening, limit=MIB)
@@ -135,7 +135,7 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 await loop.sock_sendall(client, head + BODY)
             await _until(is_full)
             sizes = [idle, _mib(pid, "VmHWM")]
-            while sizes[-1] > sizes[-2] + 1:  # until the last of them is passed on as far as it goes
+            while sizes[-1] > sizes[-2] + 1:  # until every answer has been passed on as far as its reader lets it
                 await asyncio.sleep(5)
                 sizes.append(_mib(pid, "VmHWM"))
             bodies = await _metric(metrics_port, "warmroute_gateway_body_bytes") / MIB

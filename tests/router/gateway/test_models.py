@@ -49,7 +49,7 @@ def ask(model: str) -> dict[str, Any]:
 
 
 async def test_an_adapter_that_no_engine_lists_goes_to_the_pods_of_its_base() -> None:
-    """SGLang names adapters in this way. Beliefs are per adapter, because its KV differs from the base model's."""
+    """SGLang names adapters in this way. Beliefs are per adapter, because each adapter computes other KV."""
     engines = [ScriptedEngine("a", GOOD, models=["m"]), ScriptedEngine("b", GOOD, models=["n"])]
     async with running(*engines, policy="cache_aware") as gateway:
         for name in ("m", "m:sql", "m:sql", "m:law"):

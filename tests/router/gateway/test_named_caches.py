@@ -1,4 +1,4 @@
-"""`/v1/caches`: stored once, named by requests, kept for its time, invisible to others, in memory and in Redis."""
+"""`/v1/caches`: a cache is stored once, named by requests, kept for its time, and invisible to other tenants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DONE = answers(200, orjson.dumps({"id": "1", "object": "chat.completion", "creat
 
 
 class Engine(ScriptedEngine):
-    """Says that it keeps marked prefixes, if `keeps`."""
+    """An engine that says, if `keeps`, that it keeps marked prefixes."""
 
     keeps = False
 
@@ -296,7 +296,7 @@ TURNS = st.lists(
 def test_a_request_has_the_keys_of_the_whole_chat_marked_or_not(
     system: Any, stored: list[Any], own: list[Any], mark_s: float | None
 ) -> None:
-    """The request is therefore sent to a pod that holds these keys, and renders in the same way."""
+    """So the request is sent to a pod that holds these keys, and is rendered like the whole chat."""
     fields = {"model": "m", "system": system, "messages": stored}
     try:
         contents = orjson.loads(parse_new(fields, NOW_S, 100.0).contents)

@@ -111,7 +111,7 @@ def test_each_model_gets_its_part_of_the_conversations_of_each_tenant() -> None:
         names.model("n", DEFAULT, all_served, b"%d" % i) + names.model("m", DEFAULT, all_served, b"%d" % i)
         for i in range(5000)
     ]
-    assert 20 < both.count("bb") < 90  # 50 if the splits have nothing to do with each other
+    assert 20 < both.count("bb") < 90  # 50 if the splits are independent
 
 
 @given(WORDS)
@@ -246,7 +246,7 @@ class Adapted(ScriptedEngine):
 
 @pytest.mark.parametrize("lists", [True, False])
 async def test_an_adapter_on_a_name_is_the_one_on_its_model(lists: bool) -> None:
-    """Engines get their own name for the adapter; its prefixes are the same as for requests by that name."""
+    """An engine gets its own name for the adapter. The prefixes are the same as for requests with that name."""
     engine = Adapted("a", lists=lists)
     own = "sql" if lists else "base:sql"
     names: dict[str, Any] = {"model_alias": ["gpt-4o=base", f"coder={own}"], "model_split": ["chat=base:60,other:40"]}

@@ -77,7 +77,7 @@ class Pieces:
             if arrives:
                 self._has_come.clear()
                 self._wanted.put_nowait((arrives, time.perf_counter()))
-                await self._has_come.wait()  # else two pieces might be one
+                await self._has_come.wait()  # otherwise two pieces might arrive as one
             await asyncio.sleep(GAP_S)
         return response
 
@@ -117,7 +117,7 @@ async def in_some_try(pieces: Pieces) -> None:
 
 @LOOPS
 def test_events_that_come_byte_by_byte_go_out_with_their_last_byte(loop: Loop) -> None:
-    """A head, a first token 100 ms later, then single bytes. A client cannot use less than an event."""
+    """The engine sends a head, 100 ms later a first token, then single bytes. Clients cannot use less than an event."""
     heartbeat = [(b":", b""), (b"\n", b""), (b"\n", b"\n\n")]
     pieces = Pieces("text/event-stream", [(event("first"), b"\n\n"), *PIECES * heartbeat])
     run(loop, in_some_try(pieces))

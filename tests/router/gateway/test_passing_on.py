@@ -76,7 +76,7 @@ BROKEN = {
 @pytest.mark.parametrize("how", BROKEN)
 async def test_clients_are_not_told_where_engines_are(how: str) -> None:
     script, ask, status = BROKEN[how]
-    engine = ScriptedEngine(None, script)  # without an id of its own it goes by its address
+    engine = ScriptedEngine(None, script)  # an engine without an id is named by its address
     async with running(engine, first_byte_timeout_s=0.2, retries=0) as gateway:
         answer = await gateway.post(ask)
     assert answer.status == status

@@ -27,7 +27,7 @@ DEADLINE_S = 50.0
 
 @pytest.fixture
 def no_blocking_calls() -> None:
-    """Starting a process blocks; the gateway under test is another process here."""
+    """Allow blocking calls, such as starting a process. The gateway under test is another process here."""
 
 
 @contextlib.asynccontextmanager

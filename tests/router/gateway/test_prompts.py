@@ -53,7 +53,7 @@ async def test_all_prompts_are_load(one: Any, is_exact: bool) -> None:
 @pytest.mark.parametrize("has_usage", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_an_answer_says_of_all_prompts_is_not_taken_for_the_first(stream: bool, has_usage: bool) -> None:
-    """A stream's headers come with the first prompt's first token. They have that prompt's cached tokens, and the
+    """A stream's headers come with the first prompt's first token. They name the cached tokens of that prompt, but the
     prompt tokens of all prompts."""
     counted = {headers.CACHED: str(TOKENS), headers.PROMPT_TOKENS: str(8 * TOKENS)}
     usage = usage_event(8 * TOKENS, 16, 8 * TOKENS) if has_usage else event("b")

@@ -202,7 +202,7 @@ async def test_pods_show_their_requests_and_the_prediction_its_error(monkeypatch
         assert (await gateway.post(ask("m"))).status == 200
         text = await text_of(gateway)
         counts = [line for line in text.splitlines() if line.startswith("warmroute_gateway_ttft_error_seconds_count")]
-        assert [line.rsplit(" ", 1)[1] for line in counts] == ["1.0"], "the error counts once, as late or as early"
+        assert [line.rsplit(" ", 1)[1] for line in counts] == ["1.0"], "the error is counted once, late or early"
         assert 'warmroute_gateway_engine_in_flight{engine="a"} 0.0' in text
         engine.script = stalls_after([event("a")])
         async with gateway.session.post(f"{gateway.url}/v1/completions", json=ask("m")) as answer:

@@ -1,4 +1,4 @@
-"""How a stream is copied, for any bytes cut anywhere."""
+"""How a stream is copied, for any bytes, wherever they are split."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_event_is_not_held_for_ever_and_a_break_within_it_is_still_its_own_ev
 
 
 def test_an_error_follows_a_long_event_that_has_ended_as_it_follows_any_other() -> None:
-    """No line stands between them: only a cut event has to be ended before the error."""
+    """Nothing is written between the two. If the event were cut, the gateway would have to end it first."""
     long = [b"data: " + b"x" * HELD_BYTES, b"the end\n\n"]
     for chunks in (long, [*long, b"data: short\n\n"], [*long, b"data: cut"]):
         sink, is_broken = relay(chunks, BrokeOff())

@@ -316,7 +316,7 @@ async def test_an_engine_without_an_identity_is_not_a_known_pod() -> None:
         text = (await gateway.get("/metrics")).body.decode()
         known = (await gateway.get("/ready")).json["pods"]
     assert "warmroute_gateway_pods_known 1.0" in text
-    assert known == {"known": 2, "admitted": 1, "ejected": 0}, "those that discovery found"
+    assert known == {"known": 2, "admitted": 1, "ejected": 0}, "the pods that discovery found"
 
 
 async def test_a_model_that_a_pod_lists_twice_has_the_pod_once() -> None:

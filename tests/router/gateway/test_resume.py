@@ -279,7 +279,7 @@ async def test_an_answer_that_an_engine_counts_as_complete_ends() -> None:
     body = b'{"error": {"message": "nothing is left", "type": "invalid_request_error", "code": "answer_complete"}}'
     first, second = Storyteller("a", "other", gate.wait), ScriptedEngine("b", answers(400, body))
     async with running(first, second) as gateway:
-        calls = [asyncio.create_task(gateway.post(asked(1))) for _ in range(2)]  # by turns
+        calls = [asyncio.create_task(gateway.post(asked(1))) for _ in range(2)]  # one goes to each pod
         await eventually(lambda: gate.waiting == 1)
         await first.stop()
         gate.open()

@@ -197,8 +197,8 @@ def check_events(endpoint: Endpoint, body: bytes) -> None:
 
 @cache
 def check(endpoint: Endpoint, body: bytes, why: str, pieces: int = len(STORY)) -> None:
-    """Check that the client gets the whole text once with the right count, or a beginning of it and an error. Many cuts
-    have the same answer."""
+    """Check that the client gets the whole text once with the right count, or a beginning of it and an error. Checked
+    answers are cached, because many cuts give the same answer."""
     text, final = read_by_client(endpoint, body)
     if why not in ("", "ended"):
         assert final is None

@@ -38,7 +38,7 @@ async def test_other_engines_get_the_clients_session() -> None:
 
 
 async def test_a_reset_leaves_what_events_say_to_events() -> None:
-    """Events of the engine's next step tell what is gone; events never repeat what the engine still holds."""
+    """The events of the engine's next step tell what is gone. Events would never repeat what the engine still holds."""
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 1, "total_tokens": TOKENS + 1}
     answer = answers(200, orjson.dumps({"choices": [], "usage": usage}))
     followed, other = ScriptedEngine("followed", answer), ScriptedEngine("other", answer)

@@ -76,7 +76,7 @@ class Step:
     is_retried: bool
     expired: bool
     cached_strides: int | None
-    """Reported by its answer, which comes at once; None: it is still running at the end."""
+    """The count that its answer reports at once. None: the request never ends."""
 
 
 def steps(*, policies: Sequence[str] = POLICY_NAMES, retries: bool = True) -> st.SearchStrategy[list[Step]]:
@@ -201,7 +201,8 @@ def test_what_acts_is_bit_equal_with_and_without_shadows(played: list[Step]) -> 
 @FEW
 @given(data=st.data())
 def test_a_policy_in_the_shadow_of_itself_always_agrees(name: str, data: st.DataObject) -> None:
-    """The shadow thus sees what the acting policy sees, remembers its own choices, and has the same stand-in."""
+    """So the shadow sees what the acting policy sees, remembers its choices, and has the same replacement when the
+    registry has expired."""
     played = data.draw(steps(policies=[name], retries=False))
     world = World((name,))
     for number, step in enumerate(played):

@@ -107,7 +107,7 @@ async def test_the_rate_is_that_of_each_window_and_not_the_average(monkeypatch: 
 
 @pytest.mark.parametrize("why", ["no key", "too large", "too many requests", "no room", "no such path"])
 async def test_a_refused_body_is_not_read_on(why: str, monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
-    """The client gets its answer, and the connection closes although the client goes on sending."""
+    """The client gets its answer, and the connection closes although the client continues to send."""
     monkeypatch.setattr(door, "LINGER_S", 0.1)
     every: dict[str, dict[str, Any]] = {
         "no key": {"api_keys_file": keys},
@@ -178,7 +178,7 @@ async def test_a_bomb_is_refused_at_the_bound_and_other_requests_get_their_turn_
         answer = await client.answer()
         counting.cancel()
     assert answer.status == 413
-    assert turns >= 16 * MIB / OUTPUT_SLICE_BYTES / 2, "slices without a turn for others in between"
+    assert turns >= 16 * MIB / OUTPUT_SLICE_BYTES / 2, "other tasks got no turn between slices"
 
 
 async def test_a_body_whose_compression_makes_nothing_is_bounded_too() -> None:

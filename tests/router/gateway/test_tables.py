@@ -99,7 +99,7 @@ def new_foreign_pod(number: int) -> Pod:
 
 
 def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
-    """Choices, strides and believed tokens are equal; with retries, a different policy for some, and changing pods."""
+    """Choices, strides and believed tokens are equal, even if there are retries, several policies and changing pods."""
     worlds = [World(1), World(sys.maxsize)]
     rng = random.Random(1)
     for number in range(600):
@@ -157,7 +157,7 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
 
 
 def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
-    """Some hold a part of the prompt in host memory, others on disk; fetching it takes a part of computing it."""
+    """Pods hold a part of the prompt in host memory or on disk. Fetching it takes less time than computing it."""
     worlds = [World(1), World(sys.maxsize)]
     rng = random.Random(4)
     chosen = set()
@@ -176,7 +176,7 @@ def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
 
 
 def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
-    """The least time to the first token, and how long a request should wait for pods without room."""
+    """Both ways give the same least time to the first token, and the same patience with pods that have no room."""
     worlds = [World(1), World(sys.maxsize)]
     rng = random.Random(2)
     seen = set()

@@ -79,7 +79,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 async def metric(gateway: Gateway, name: str) -> dict[tuple[str, ...], float]:
-    """Return label values, the tenant first -> value, for the samples of that name that are not 0."""
+    """Return label values (the tenant first) -> value, for the samples of that name that are not 0."""
     text = (await gateway.get("/metrics")).body.decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
     return {
@@ -200,7 +200,7 @@ async def test_equal_prompts_of_two_tenants_share_nothing(folder: Path) -> None:
 
 
 async def test_salts_of_requests_without_keys_are_the_tenants_too(folder: Path) -> None:
-    """An engine may keep the KV of embeddings as that of chats."""
+    """An engine may cache the KV of embeddings like that of chats."""
     engine = ScriptedEngine("a", answers(200, SAID))
     async with running(engine, **settings(folder, a="isolation: tenant", c="")) as gateway:
 
@@ -394,7 +394,7 @@ async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -
 
 
 async def test_an_operator_sees_the_decision_that_a_tenant_gets(folder: Path) -> None:
-    """An isolated tenant's keys have its salt: a decision without the tenant's name sees none of its warm prefixes."""
+    """An isolated tenant's keys have its salt. Without the tenant's name, a decision sees none of its warm prefixes."""
     engines = [ScriptedEngine(name, answers(200, SAID)) for name in "ab"]
     kept = {"model": "m", "messages": [{"role": "user", "content": PROMPT}]}
     more: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}]}

@@ -30,7 +30,7 @@ NAME = "engines.test"
 
 @pytest.fixture
 def no_blocking_calls() -> None:
-    """Certificates are read when a gateway starts, and written by these tests."""
+    """Allow blocking calls: a gateway reads certificates when it starts, and these tests write them."""
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def form(*parts: Part, model: str | None = "m", sound: bytes = SOUND) -> bytes:
 
 
 def late(model: str, sound: bytes = SOUND) -> bytes:
-    """Return a form with the model behind the file, as curl and the JavaScript client write it."""
+    """Return a form with the model after the file, as curl and the JavaScript client write it."""
     return written([Part("file", sound, "a.wav", "audio/wav"), Part("model", model.encode())])
 
 
@@ -117,7 +117,7 @@ async def test_with_several_models_the_form_is_held_until_it_names_one() -> None
         assert (large.status, large.json["error"]["param"]) == (400, "model")
         assert "model before file" in large.json["error"]["message"]
         assert (await send(gateway, form(model="a", sound=bytes(3 * MIB)))).status == 200, (
-            "a form that begins with its model is not held"
+            "if a form begins with its model, the gateway does not hold the file"
         )
 
 
@@ -225,7 +225,7 @@ class Slow(ScriptedEngine):
 
 
 async def test_a_large_upload_to_a_slow_engine_is_never_held() -> None:
-    """Bytes between the client and the engine lie in sockets; the gateway holds none of them."""
+    """Bytes between client and engine are in socket buffers. The gateway holds none of them."""
     total, at = 64 * MIB, 0
     sent = form(sound=bytes(total))
     async with Slow().serving() as engine, running(engine) as gateway:
@@ -318,7 +318,7 @@ async def test_a_tenant_cannot_slip_in_another_model_behind_the_file(tenants_fil
 
 
 class RefusesAtOnce(ScriptedEngine):
-    """An engine that answers a form before it has come."""
+    """An engine that answers a form before all of it has arrived."""
 
     def _more_routes(self, app: web.Application) -> None:
         app.router.add_post(PATH, answers(400))

@@ -53,7 +53,7 @@ def up(gateway: Gateway) -> list[str]:
 @pytest.mark.parametrize("dev", [False, True])
 @pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
 async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any], dev: bool) -> None:
-    """The pod gets a burst larger than the retry budget; its health and its models answer 200 all the while."""
+    """The pod gets a burst larger than the retry budget. Its health and its list of models answer 200 all the time."""
     drains, stays = VllmPod("drains", gap_s=0.05, dev=dev), VllmPod("stays", dev=dev)
     async with running(drains, stays, retries=1) as gateway:
         begun = [asyncio.create_task(gateway.post(fields)) for _ in range(4)]
@@ -80,7 +80,7 @@ async def test_a_pod_that_drains_is_left_at_the_first_sign(fields: dict[str, Any
 
 
 async def begun_at(gateway: Gateway, pod: VllmPod, fields: dict[str, Any]) -> asyncio.Task[Answer]:
-    """Return a request that went to this pod in turn and that the pod has begun to answer."""
+    """Send requests until one goes to this pod, and return it once the pod has begun to answer."""
     while True:
         told, call = pod.told, asyncio.create_task(gateway.post(fields))
         await eventually(lambda told=told, call=call: pod.told > told or call.done())  # type: ignore[misc]
@@ -201,7 +201,7 @@ async def test_an_answer_that_was_given_up_comes_from_a_full_pod_if_there_is_no_
     async with running(gives_up, full) as gateway:
         running_one = await begun_at(gateway, full, STREAM)
         assert {(await gateway.post(STREAM)).status for _ in range(4)} == {200}
-        assert shown_of(gateway, full.url).pod.in_flight == 1, "the pod counts as full because it has refused requests"
+        assert shown_of(gateway, full.url).pod.in_flight == 1, "its refusals show that the pod is full"
         full.most, gives_up.aborting = None, True
         answers = await asyncio.gather(*(gateway.post(STREAM) for _ in range(2)))
         assert {text_of(answer)[:3] for answer in (*answers, await running_one)} == {" w0"}
@@ -222,7 +222,7 @@ async def test_a_request_that_kills_engines_meets_two_of_them() -> None:
 
 @pytest.mark.parametrize("fields", [STREAM, WHOLE], ids=["stream", "whole"])
 async def test_a_pod_that_sleeps_is_found_by_the_next_probe(fields: dict[str, Any]) -> None:
-    """The pod lists its models all the while, and its requests hang. They go elsewhere, and no more are sent there."""
+    """The pod still lists its models, but its requests hang. They are sent elsewhere, and the pod gets no more."""
     sleeps, wakes = VllmPod("sleeps"), VllmPod("wakes")
     async with running(sleeps, wakes, policy="cache_aware", probe_interval_s=0.3) as gateway:
         while not sleeps.received:
@@ -262,7 +262,7 @@ async def test_a_request_that_only_a_sleeping_pod_can_answer_waits_for_it() -> N
 
 
 async def test_a_pod_that_computes_for_long_is_not_taken_to_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of 100,000 tokens: the pod sends no token and its core does not answer meanwhile. Nothing is given up."""
+    """During a step of 100,000 tokens the pod sends no token and its core does not answer. Nothing is given up."""
     busy, other = VllmPod("busy"), VllmPod("other")
     busy.prefill_s, busy.core_is_busy = 3.0, True
     async with running(busy, other, probe_interval_s=0.05, probe_timeout_s=0.2, wait=2) as gateway:
@@ -289,7 +289,7 @@ async def test_an_engine_that_cannot_sleep_is_asked_once() -> None:
 
 
 async def test_a_full_pod_is_full_whatever_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pod answers 503 without Retry-After, and its streams began long ago."""
+    """The pod answers 503 without Retry-After, and no stream has begun lately that would show that it works."""
     monkeypatch.setattr(faults, "AT_WORK_S", 0.0)
     full, other = VllmPod("full", 40, gap_s=0.05), VllmPod("other")
     full.most = 1

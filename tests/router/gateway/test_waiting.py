@@ -85,7 +85,7 @@ async def test_what_an_engine_may_not_get_waits_and_goes_by_priority() -> None:
         assert [answer.status for answer in await asyncio.gather(*tasks)] == [200] * 5
         assert gate.refused == 0
         order = prompts(engine)
-        # The first is number 1; after that the share of low priorities may bring one of them forward.
+        # The first is number 1. After it, a request of low priority may go ahead, because low priorities have a share.
         assert order[0] == 1
         assert order.index(1) < order.index(3)
         assert order.index(4) < order.index(2)
@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_in_its_turn_keeps_nobody_else_waiting() -> N
             gate.turns.release()
         await asyncio.gather(*tasks)
         loop.set_exception_handler(lambda _, fault: faults.append(fault))
-        # A request has just waited, so the next ones enter the queue, though the engine is idle: they leave it at once.
+        # A request has just waited, so the next ones enter the queue, which they leave at once: the engine is idle.
         room, now_s = gateway.app[ROOM], loop.time()
         inbound = Inbound("/v1/completions", "m", True, "round_robin", (), 1, 1, 1.0, 1, teaches_tokens=False, body=b"")
         exchanges = [Exchange(name, now_s, now_s + PATIENT_S) for name in ("leaves", "stays")]
@@ -195,7 +195,7 @@ async def test_how_much_an_engine_takes_is_learnt_from_its_refusals() -> None:
         for _ in tasks:
             gate.turns.release()
         assert [answer.status for answer in await asyncio.gather(*tasks)] == [200] * 12
-        assert gate.refused <= 12  # all came before the first refusal; afterwards hardly any was sent in vain
+        assert gate.refused <= 12  # all were sent before the first refusal; after it hardly any was refused
 
 
 async def test_an_engine_that_refuses_without_being_full_is_believed() -> None:

@@ -22,7 +22,7 @@ IDLE_S = 0.3
 
 @contextlib.asynccontextmanager
 async def asking(gateway: Gateway) -> AsyncIterator[asyncio.StreamReader]:
-    """A client that has sent a request and reads only when told to; its socket holds little."""
+    """A client that has sent a request and reads only when a test does. Its socket buffers little."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)
     client.setblocking(False)
@@ -94,7 +94,7 @@ async def test_a_large_answer_that_breaks_ends_short_and_counts_against_its_pod(
 
 
 async def test_answers_that_find_no_room_pass_through_and_give_the_room_back() -> None:
-    """Three clients that read nothing take up all the room; others get their answers all the same."""
+    """Answers to three clients that read nothing fill all the room. Other clients still get their answers."""
     engine = ScriptedEngine("a", answers(200, BODY))
     small = {"model": "m", "prompt": "x"}
     async with running(engine, max_in_flight_answer_mib=1) as gateway, contextlib.AsyncExitStack() as stack:

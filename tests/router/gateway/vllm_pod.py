@@ -38,16 +38,16 @@ class VllmPod(ScriptedEngine):
         self.draining = False
         self.asleep = False
         self.says_so = True
-        """False: a probe does not see that it sleeps, as between two probes."""
+        """If False, a probe does not see that the pod sleeps, as if the pod had fallen asleep after its last probe."""
         self.dead = False
         self.aborting = False
         """Running requests are given up, without notice before the first token: SIGTERM without --shutdown-timeout,
         and /sleep."""
         self.most: int | None = None
-        """--max-num-queued-reqs."""
+        """As --max-num-queued-reqs."""
         self.prefill_s = 0.0
         self.core_is_busy = False
-        """A step is running: requests to the core wait for its end."""
+        """Whether a long step is running, for whose end requests to the core wait."""
         self.told = 0
         """Words sent so far, in all answers."""
         self.naps_asked = 0

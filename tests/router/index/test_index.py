@@ -31,7 +31,7 @@ def test_refuting_forgets_what_an_lru_cache_evicted_earlier() -> None:
 
 
 def test_refuting_one_of_a_burst_forgets_nothing_else() -> None:
-    """The first requests with a new prefix run side by side, so their misses say nothing about evictions."""
+    """The first requests with a new prefix run at the same time, so their misses say nothing about evictions."""
     index = PrefixIndex()
     index.speculate(POD, chain("settled", 4), 0.0, HOUR_S)
     for i in range(3):
@@ -83,7 +83,7 @@ def test_speculation_is_bounded_and_drops_the_longest_unused_tail_first() -> Non
 
 
 def test_a_full_speculation_makes_room_for_several_requests_at_once() -> None:
-    """Finding the oldest entry is slow in a dict emptied from its front, so it is done only now and then."""
+    """In a dict that is emptied from its front, finding the oldest entry is slow, so the index does it rarely."""
     index = PrefixIndex(speculative_limit=640)
     sizes = []
     for i in range(200):
@@ -133,7 +133,7 @@ def test_a_dropped_pod_is_gone_at_once_and_its_memory_after_sweeping() -> None:
 
 
 def test_slots_are_used_again_after_sweeping() -> None:
-    """Without that every snapshot would widen every mask for ever."""
+    """Otherwise every snapshot would widen every mask for ever."""
     index = PrefixIndex()
     for _ in range(100):
         index.replace(POD, (chain("a", 50), (), ()))

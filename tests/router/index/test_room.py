@@ -1,4 +1,4 @@
-"""What is believed of a pod that publishes nothing, compared with an LRU cache."""
+"""What is believed about the cache of a pod that publishes nothing, compared with an LRU cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 class Cache:
-    """A pod with room for `capacity` tokens: keys, and each request's tokens without a key; it evicts as LRU does."""
+    """A pod with room for `capacity` tokens: keys, and each request's tokens without keys. It evicts by LRU."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -32,7 +32,7 @@ class Cache:
     def ask(self, keys: Keys, loose: int) -> int:
         """Return how many leading keys were held."""
         hits = next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
-        if loose:  # engines give up the end of a request first
+        if loose:  # engines evict the end of a request first
             self.count += 1
             self.held[f"loose {self.count}"] = loose
         for key in reversed(keys):
@@ -107,7 +107,7 @@ def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None
 
 @pytest.mark.parametrize("told", [None, 2.0, 1.0, 0.7])
 def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
-    """A cache holds some 8 of 12 equally popular prefixes; the pod reports no size, or a wrong one."""
+    """A cache holds some 8 of 12 equally popular prefixes. The pod reports no size, the right one or a wrong one."""
     capacity = 8 * 12 * KEY_TOKENS
     rng = random.Random(1)
     cache, index = Cache(capacity), PrefixIndex()
@@ -124,7 +124,7 @@ def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
         elif held > believed + 2:
             index.was_held(POD, keys, believed, float((held - believed) * KEY_TOKENS))
         wrong += i >= 2000 and abs(held - believed) > 2
-    assert wrong < 100  # of 1,000; 330 are misses
+    assert wrong < 100  # of 1,000 beliefs; 330 requests are misses
 
 
 def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
@@ -136,7 +136,7 @@ def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
     room.given_up([PrefixKey(2)], 4000.0)
     assert room.was_held(PrefixKey(1))
     assert room.capacity_tokens == pytest.approx(9400)
-    assert not room.was_held(PrefixKey(1))  # the key no longer counts as given up
+    assert not room.was_held(PrefixKey(1))  # the key is no longer among those given up
     for _ in range(1000):
         room.was_evicted(0.0)
     assert room.capacity_tokens == 10_000 / 16
@@ -168,8 +168,8 @@ def test_ghosts_and_losses_are_bounded() -> None:
 def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_order_of_their_use(
     requests: list[tuple[int, int]], limit: int
 ) -> None:
-    """`requests`: blocks of loose tokens, and seconds since the request before. A pod that reports no capacity never
-    gives up anything for lack of room, so only the requests count."""
+    """`requests`: blocks of loose tokens (tokens without a key), and seconds since the previous request. The pod
+    reports no capacity, so nothing is given up for lack of room."""
     room = Room(limit)
     now_s, exact = 0, dict[int, int]()
     for blocks, pause_s in requests:
@@ -203,8 +203,8 @@ def test_keys_used_before_a_forgotten_one_count_only_if_the_capacity_is_known() 
 
 
 def test_what_a_key_stands_for_is_the_mean_of_the_first_requests_and_then_follows() -> None:
-    """The first request is judged before any answer shows the model's tokens per byte: it must not weigh a
-    hundredfold."""
+    """The first request's tokens are estimated before any answer shows the model's tokens per byte. So this estimate
+    must not outweigh a hundred later ones."""
     room = Room(64)
     for number, key_tokens in enumerate((64.0, *[107.0] * 9)):
         room.take(Taken(1000, key_tokens, 20_480, BLOCK), 9, float(number))

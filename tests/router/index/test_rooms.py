@@ -1,4 +1,4 @@
-"""The pods' room, kept current, always equals what each pod's estimate says when asked."""
+"""The table of the pods' room is kept current: it always equals what each pod's estimate says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = st.tuples(st.integers(0, 3), st.integers(1, 6)).map(
 
 
 class RoomsAgainstEstimates(RuleBasedStateMachine):
-    """Applies all changes to what is believed of a pod. One table is made late, and one knows only two pods."""
+    """Applies all changes to what is believed about pods. One table is made late, and one has only two pods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,4 +107,4 @@ def test_a_watcher_that_has_left_hears_nothing() -> None:
     rooms.set(PODS[0], 5.0)
     rooms.unwatch(watcher)
     rooms.set(PODS[0], 6.0)
-    assert heard == [(PODS[0], 5.0)], "a watcher hears of each change once"
+    assert heard == [(PODS[0], 5.0)], "a watcher is told of each change once"

@@ -35,7 +35,7 @@ def chain(prefix: int, strides: int, *tail: int) -> tuple[PrefixKey, ...]:
 
 @given(requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=60))
 def test_a_prefix_is_found_to_its_last_key_with_its_share(requests: list[tuple[int, int, int]]) -> None:
-    """Prompts have some prefixes, each with its own length, and then nothing in common."""
+    """Each prompt has one of some prefixes of different lengths, and after it nothing in common with other prompts."""
     hot, fresh = HotPrefixes(), count(10**12)
     lengths = [3, 8, 17, 40]
     for prefix, own, _ in requests:

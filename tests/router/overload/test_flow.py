@@ -1,5 +1,5 @@
-"""One tenant's requests by session: none starves another, nothing is lost; without sessions only the deadline
-decides."""
+"""One tenant's requests, by session: no session starves another, and no request is lost. Without sessions, only
+deadlines decide."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_without_sessions_the_deadline_alone_decides(asked: list[tuple[int, floa
 def test_a_polite_session_waits_for_no_more_of_a_greedy_one_than_of_itself(
     greedy: list[int], polite: list[tuple[int, int]]
 ) -> None:
-    """The bound in tokens is what the session gets itself, and one request of the greedy session. All greedy requests
-    came first."""
+    """All greedy requests came first. Before a polite session's request, the greedy session gets at most as many tokens
+    as the polite one has got so far, plus one request."""
     first = [waiting(tokens=tokens, session=GREEDY) for tokens in greedy]
     later = [waiting(tokens=tokens, session=session) for session, tokens in polite]
     queue = full([*first, *later])
@@ -75,7 +75,7 @@ def test_a_session_that_asks_again_and_again_alternates_with_a_greedy_one() -> N
 
 
 def test_requests_without_a_session_count_as_one_each() -> None:
-    """Each has a share beside a greedy session, which cannot shut them out."""
+    """Each of these requests has a share like a session, so a greedy session cannot shut them out."""
     queue = full([*(waiting(session=GREEDY) for _ in range(100)), *(waiting() for _ in range(50))])
     order = [request.session for request in served(queue, 60)]
     assert order.index(GREEDY) <= 1
@@ -99,7 +99,7 @@ def test_a_full_queue_drops_the_greedy_sessions_last_request() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), SESSION, TOKENS, st.floats(0, 50)), max_size=80))
 def test_nothing_is_lost_whatever_comes_and_goes(steps: list[tuple[bool, int, int, float]]) -> None:
-    """`order` names the request that is let go next; an empty flow remembers no session."""
+    """The first request of `order` is the one served next. An empty flow remembers no session."""
     flow = Flow(1.0, 0.0)
     inside: list[Waiting] = []
     for number, (comes, session, tokens, deadline_s) in enumerate(steps):
@@ -130,8 +130,8 @@ def test_nothing_is_lost_whatever_comes_and_goes(steps: list[tuple[bool, int, in
 def test_in_time_a_polite_request_waits_for_a_greedy_one_and_the_other_polite_ones(
     greedy: list[int], polite: list[tuple[int, int, int]]
 ) -> None:
-    """The engine takes one request at a time, a millisecond a token. A request waits for the running greedy request,
-    and for one more greedy request for each request of its own session ahead of it."""
+    """The engine takes one request at a time, a millisecond for each token. A request waits for all polite requests,
+    for as much greedy work as its own session has, and for two greedy requests more."""
     line = Line(LineLimits(1000, 2**20))
     for tokens in greedy:
         line.enter(waiting(tokens=tokens, session=GREEDY), 0.0)

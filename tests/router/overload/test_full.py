@@ -1,4 +1,4 @@
-"""The full pods, kept current, are those that a scan of all pods finds, whatever happens to them."""
+"""The set of full pods is kept current: whatever happens to pods, it equals what a scan of all pods finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of hedges."""
+"""The budget of hedged requests."""
 
 from __future__ import annotations
 

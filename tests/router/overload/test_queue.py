@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.inside)
     @rule(place=st.integers(0, MAX_REQUESTS - 1))
     def serve(self, place: int) -> None:
-        """Serve mostly the first request, sometimes one further back, as if no pod suited the requests ahead of it."""
+        """Serve mostly the first request, sometimes a later one, as if no pod suited the requests ahead of it."""
         order = list(self.queue.order())
         request = order[min(place, len(order) - 1)]
         self.queue.serve(request)
@@ -105,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def within_a_session_the_earlier_deadline_is_first(self) -> None:
-        order = list(self.queue.order())[1:]  # the first may be owed to lower priorities
+        order = list(self.queue.order())[1:]  # the first place may belong to a lower priority
         for flow in WEIGHTS:
             for priority in (-1, 0, 1):
                 for session in (0, 1, 2):
@@ -134,7 +134,7 @@ def test_backlogged_flows_get_tokens_by_their_weights() -> None:
     tokens: Counter[str] = Counter()
     for request in served(queue, 120):
         tokens[request.flow] += request.tokens
-        # A flow is ahead of or behind its share by at most one request of each flow (Goyal et al., theorem 1).
+        # A flow differs from its share by at most one request of each flow (Goyal et al., theorem 1).
         if queue.order() and len(queue) > 100:
             assert abs(tokens["a"] / WEIGHTS["a"] - tokens["b"] / WEIGHTS["b"]) <= 11 / 1 + 22 / 2
 
@@ -158,7 +158,7 @@ def test_a_flow_does_not_save_up_what_it_did_not_use() -> None:
     served(queue, 50)
     for _ in range(40):
         queue.push(waiting("a", tokens=10))
-    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # a third, and no more
+    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # its share of a third
 
 
 def test_a_full_queue_drops_the_last_request_of_the_longest_backlog() -> None:

@@ -1,4 +1,4 @@
-"""Tenants that take less than others are recognized, and not held. Virtual time, pods with given loads."""
+"""Tenants that take less than others are recognized, and their requests not held back. Pods have given loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 32
 
 
 class Loaded(PodState):
-    """A pod with exactly this prefill left and this many requests."""
+    """A pod with exactly the given seconds of prefill left and the given number of requests."""
 
     __slots__ = ("left_s", "running")
 
@@ -44,7 +44,7 @@ def waiting(flow: str, *, tokens: int = 100, weight: float = 1.0, priority: int 
 
 
 def let_go(line: Line, pod: Pod, now_s: float) -> str | None:
-    """Return the flow whose request goes next, if any."""
+    """Let the next request go, if any may, and return its flow."""
     release = line.next([pod], now_s, lambda request, avoided: 0.0)
     return None if release is None else release.request.flow
 

@@ -48,9 +48,9 @@ def config(
     retries: int = 0,
     subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`engines`: Envoy's own list of endpoints, from which one is picked; None: Envoy goes wherever the picker says.
+    """`engines`: Envoy's list of endpoints, from which the picker picks. None: Envoy uses any address that it names.
 
-    `mode`: how bodies are sent; `answers`: another mode for bodies of answers. `subset`: endpoints always allowed.
+    `mode`: how bodies are sent. `answers`: another mode for bodies of answers. `subset`: the only endpoints allowed.
     """
     bodies = answers or mode
     filters: list[dict[str, Any]] = []

@@ -23,7 +23,7 @@ def endpoint(engine: ScriptedEngine) -> str:
 
 
 def header_map(fields: dict[str, str]) -> wire.HeaderMap:
-    """The headers; surrogates stand for bytes that are not text."""
+    """Return the headers. In `fields`, surrogates represent bytes that are not text."""
     pairs = [(name, value.encode("utf-8", "surrogateescape")) for name, value in fields.items()]
     return wire.HeaderMap(headers=[wire.HeaderValue(key=name, raw_value=value) for name, value in pairs])
 

@@ -1,4 +1,4 @@
-"""The picker's conversation with a proxy, one request at a time, without a socket between them."""
+"""The picker's conversation with a proxy about one request at a time, without a socket between them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_flight(gateway: Gateway) -> dict[str, int]:
 
 
 async def stream(talk: Talk, *, cached: int, prompt: int, served: str | None = None) -> None:
-    """Play the answer to its end, as a stream."""
+    """Play the engine's answer to its end, as a stream."""
     await talk.tell(
         response_headers(200, served, **EVENTS),
         response_body(event("a")),
@@ -256,7 +256,7 @@ async def test_a_pod_that_cannot_be_reached_is_probed_and_holds_nothing() -> Non
             words = b"upstream connect error or disconnect/reset before headers. reset reason: connection failure"
             await talk.tell(response_headers(503, content_type="text/plain"), response_body(words, is_end=True))
         assert not gateway.app[FLEET].pods("m")
-        await gateway.wait_pods(1)  # it was probed at once
+        await gateway.wait_pods(1)  # the pod was probed at once
 
 
 async def test_other_paths_and_bodies_go_by_load() -> None:
@@ -343,7 +343,8 @@ def conversation(rng: random.Random) -> list[wire.ProcessingRequest]:
 
 
 async def test_nothing_is_left_behind_whatever_is_said_in_whatever_order() -> None:
-    """Conversations run side by side, some reset at any step. All counts return to zero, and each is recorded once."""
+    """Conversations run at the same time, and some are reset at any step. All counts return to zero, and each
+    conversation is recorded once."""
     rng = random.Random(19)
     options: Any = {"max_pod_requests": 4, "queue_timeout_s": 0.05}
     async with running(*engines(3), policy="predicted_ttft", **options) as gateway:

@@ -1,9 +1,9 @@
 """The conformance tests of the Gateway API Inference Extension that involve a picker, behind a real Envoy.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/conformance/tests. The suite itself tests a
-gateway in a cluster. These tests ask the picker the same with the same headers, and as often. The suite's other tests
-are about what a gateway's controller says of pools and routes. Two are in test_envoy.py: EppUnAvailableFailOpen (a
-picker that is killed) and GatewayDestinationEndpointServed (fallbacks).
+gateway in a cluster. These tests send the same requests with the same headers, and as many. Most of the suite's other
+tests are about what a gateway's controller says of pools and routes. Two others are in test_envoy.py:
+EppUnAvailableFailOpen (a picker that is killed) and GatewayDestinationEndpointServed (fallbacks).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def test_gateway_following_epp_routing(tmp_path: Path, listed: bool) -> No
 
 @needs_envoy
 async def test_gateway_following_epp_routing_with_data_parallelism(tmp_path: Path) -> None:
-    """Three pods with three ranks, each at a port of the pool; a pod may be named by its address alone."""
+    """Three pods have three ranks, each at one of the pool's ports. A header may name a pod by its address alone."""
     addresses = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
     cluster = ScriptedCluster()
     engines: dict[str, ScriptedEngine] = {}
@@ -175,12 +175,12 @@ async def two_pools(folder: Path, weights: tuple[int, int] | None) -> AsyncItera
 
 @needs_envoy
 async def test_gateway_weighted_across_two_inference_pools(tmp_path: Path) -> None:
-    """The header names the servers of both pools: each picker uses its own."""
+    """The header names the servers of both pools, and each picker uses only those of its own pool."""
     async with two_pools(tmp_path, (70, 30)) as (gateway, url, both):
         found = await ask(gateway, url, both, 200)
         share = sum(count for name, count in found.items() if name.startswith("a")) / found.total()
         assert found.total() == 200
-        assert abs(share - 0.7) <= 0.1, "as near as the suite asks"
+        assert abs(share - 0.7) <= 0.1, "the suite allows the same deviation"
 
 
 @needs_envoy

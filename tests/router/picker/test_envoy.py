@@ -207,7 +207,7 @@ async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subp
 
 @needs_envoy
 async def test_a_picker_that_is_killed_under_load_and_comes_back(tmp_path: Path, unused_tcp_port: int) -> None:
-    """While it is down, requests fail, or go to any engine if Envoy is set to fail open; none hangs."""
+    """While the picker is down, requests fail, or go to any engine if Envoy is set to fail open. None hangs."""
     pods = [ScriptedEngine(name, WHOLE) for name in "ab"]
     async with contextlib.AsyncExitStack() as stack:
         for pod in pods:
@@ -228,7 +228,7 @@ async def test_a_picker_that_is_killed_under_load_and_comes_back(tmp_path: Path,
                 async with session.post(f"{url}/v1/completions", json=asked) as answer:
                     await answer.read()
                     return answer.status
-            return 0  # it broke in the middle
+            return 0  # the answer broke off
 
         async def works(url: str) -> None:
             async with asyncio.timeout(60):
@@ -284,7 +284,7 @@ async def test_health_tells_of_the_gateways_readiness() -> None:
 
 @pytest.mark.parametrize("name", ["tls", "ext_proc_tls"])
 async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, name: str) -> None:
-    """Its own certificate overrides that of the clients' port."""
+    """The picker's own certificate overrides that of the clients' port."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"

@@ -1,4 +1,4 @@
-"""Priorities by InferenceObjective and lines by fairness id, in the picker of a gateway that follows a pool."""
+"""The picker of a gateway that follows a pool: priorities by InferenceObjective, and separate queues by fairness id."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_an_objective_below_zero_is_shed_at_once_and_others_wait(tmp_path:
 
 
 async def order(gateway: Gateway, asked: list[dict[str, Any]]) -> list[int]:
-    """Return the order in which requests with these headers are let go, if they come while the one engine is full."""
+    """Return the order in which requests with these headers are served, if they come while the one engine is full."""
     let_go: list[int] = []
 
     async def ask(number: int, head: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ async def test_the_objectives_priority_decides_which_request_is_first(tmp_path: 
     async with picking(tmp_path, ScriptedEngine("a", answers(200))) as gateway:
         head = [{}, {NAMED: "plain"}, {NAMED: "chat"}, {NAMED: "chat", "x_warmroute_priority": "-9"}]
         found = await order(gateway, head)
-        assert set(found[:2]) == {2, 3}, "the operator's word goes before the client's"
+        assert set(found[:2]) == {2, 3}, "the operator's priority overrides the client's"
 
 
 async def test_fairness_ids_wait_in_lines_of_their_own(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ async def test_a_pool_without_objectives_is_a_pool(tmp_path: Path) -> None:
 
 
 async def test_ranks_at_several_ports_are_picked_each_by_itself(tmp_path: Path) -> None:
-    """As in the conformance suite's test of data parallelism: by a pod's address alone, or by one of its ports."""
+    """As in the conformance suite's test of data parallelism, requests name a pod's address, with or without a port."""
     engines = [ScriptedEngine(None, answers(200)) for _ in range(3)]
     async with picking(tmp_path, *engines, ext_proc_test_headers=True) as gateway:
         assert len(gateway.app[FLEET].pods("m")) == 3

@@ -2,7 +2,7 @@
 
 A pod prefills in steps, first come first served, and computes a prefix of several waiting requests once. Its decoding
 sequences lengthen each step. `EVENT_DELAY_S` later, the gateway hears what the pod stores, evicts and has queued.
-Constants: an 8B model on an H100.
+The constants are those of an 8B model on an H100.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outcome:
     mean_ttft_s: float
     p99_ttft_s: float
     imbalance: float
-    """Longest prefill time of a pod over the mean."""
+    """The longest time that a pod spent on prefill, divided by the pods' mean."""
 
 
 @dataclass(slots=True)
@@ -64,19 +64,19 @@ class SimPod:
     capacity: int
     """Keys that the pod can hold."""
     cache: dict[PrefixKey, None] = field(default_factory=dict)
-    """Oldest use first; the deepest key of a prompt counts as its oldest."""
+    """Keys by last use, the oldest first. Of one prompt's keys, the deepest is taken as the oldest."""
     queue: deque[Waiting] = field(default_factory=deque)
     stepping: bool = False
     busy_s: float = 0.0
     decoding: dict[str, int] = field(default_factory=dict)
 
     def held(self, keys: Sequence[PrefixKey], ahead: Collection[PrefixKey] = ()) -> int:
-        """Return how many leading keys are cached, or will be once the keys `ahead` in the queue are prefilled."""
+        """Return how many leading keys are cached, or will be when earlier requests have prefilled the keys `ahead`."""
         missing = (i for i, key in enumerate(keys) if key not in self.cache and key not in ahead)
         return next(missing, len(keys))
 
     def store(self, keys: Sequence[PrefixKey]) -> tuple[tuple[PrefixKey, ...], tuple[PrefixKey, ...]]:
-        """Return the keys removed, deepest first, and the keys stored."""
+        """Store a prompt's keys. Return the keys removed for them, deepest first, and the keys that are new."""
         stored = tuple(key for key in keys if key not in self.cache)
         for key in reversed(keys):
             self.cache.pop(key, None)

@@ -79,7 +79,7 @@ def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_m
     assert chosen(pod("a", adapter_s=LOAD_S), pod("b", wait_s=1.0)) == "a"
     assert chosen(pod("a", adapter_s=LOAD_S, held=7000), pod("b"), tokens=8000) == "a", "0.7 s of prefill"
     assert chosen(pod("a", adapter_s=LOAD_S, held=100), pod("b"), tokens=500) == "b", "0.01 s of prefill"
-    assert chosen(pod("a", adapter_s=LOAD_S), pod("b"), tokens=20_000) == "b", "long prompts make no pods equal"
+    assert chosen(pod("a", adapter_s=LOAD_S), pod("b"), tokens=20_000) == "b", "a long prompt makes no pods equal"
 
 
 @given(st.lists(st.floats(-10, 100), max_size=60))
@@ -102,7 +102,7 @@ def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes
     for number in range(30 * ENOUGH_OBSERVATIONS):
         for place, state in enumerate(states):
             loads = place == 0 and number % 3 == 0
-            name, cached = f"{number}.{place}", None if number % 2 else 500  # told with the first token, or at the end
+            name, cached = f"{number}.{place}", None if number % 2 else 500  # with the first token or the end
             state.sent(
                 name, prompt_tokens=1500, uncached_tokens=1000, output_tokens=4, now_s=now_s, loads_adapter=loads
             )
@@ -125,8 +125,8 @@ def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes
 def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_takes(
     load_s: float, waits: tuple[float, float], tokens: int
 ) -> None:
-    """A hot adapter thus comes to a second pod, however long a load is known to take, and stays on one pod if the queue
-    there is short. Scores closer than the request's own prefill count as equal, because no prediction is better."""
+    """So a hot adapter is loaded on a second pod, however long a load takes, and stays on one pod if the queue there is
+    short. Scores are taken as equal if they differ by less than the request's own prefill, which errors exceed."""
     has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
     slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s
     choice = chosen(has, lacks, tokens=tokens)
@@ -138,8 +138,8 @@ def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_take
 
 
 def test_a_hot_adapter_spreads_to_as_many_pods_as_it_needs() -> None:
-    """Each request takes a pod 0.1 s, and a load takes 0.5 s. Fifteen requests a second are too many for one pod of
-    four, thirty are too many for two. In the second half of the time no request waits as long as a load."""
+    """A pod computes a request in 0.1 s and loads an adapter in 0.5 s. Of the four pods, one is too few for fifteen
+    requests a second, and two for thirty. In the second half of the time no request waits as long as a load."""
     for rate, least in ((15.0, 2), (30.0, 4)):
         used, waited_s = spread(rate)
         assert len(used) >= least, (rate, used)
@@ -147,8 +147,8 @@ def test_a_hot_adapter_spreads_to_as_many_pods_as_it_needs() -> None:
 
 
 def spread(rate: float, seconds: float = 20.0) -> tuple[set[int], float]:
-    """Return the pods, of four, that get an adapter's requests in the second half of the time, and the longest
-    queue."""
+    """Return which of four pods get an adapter's requests in the second half of the time, and the longest queue, in
+    seconds."""
     pool, policy = SpeedPool(), make_policy("predicted_ttft", PolicyOptions())
     states, adapters = [PodState(pool) for _ in range(4)], [Adapters() for _ in range(4)]
     for each in adapters:

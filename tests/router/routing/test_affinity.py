@@ -97,7 +97,7 @@ def test_a_gateway_that_has_gone_is_forgotten() -> None:
 
 
 def drive(policy: AffinityGroups, popular_share: float, start_s: float, count: int = 600) -> dict[str, set[PodId]]:
-    """Return the pods that the popular prefix and rare ones use, over the second half of equally costly requests."""
+    """Send equally costly requests. Return the pods that the popular prefix and rare ones use in the second half."""
     rng = random.Random(5)
     used: dict[str, set[PodId]] = {"popular": set(), "rare": set()}
     for i in range(count):
@@ -135,7 +135,7 @@ def after_popular_traffic() -> tuple[AffinityGroups, set[PodId]]:
 
 
 def test_a_prompt_that_no_pod_holds_goes_to_the_least_loaded_pod_even_in_the_group() -> None:
-    """This does not hold if that pod has already had more than its share."""
+    """An exception is a pod that has already had more than its share."""
     policy, group = after_popular_traffic()
     idle = [
         [replace(pod, in_flight_uncached_tokens=0 if pod.pod_id == name else 500) for pod in PODS]
@@ -188,8 +188,8 @@ def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
 
 @pytest.mark.parametrize("strides", [1, 2, 5])
 def test_a_pod_is_no_home_of_a_prompt_of_which_it_holds_less_than_a_key(strides: int) -> None:
-    """Keys stand for equal parts of a prompt. A pod that holds the first of them is a home, so it gets the request
-    although it has more to do."""
+    """Keys represent equal parts of a prompt. A pod that holds all tokens of the first key is a home of the prompt, so
+    it gets the request although it has more to do."""
     request = RequestInfo(keys(3, strides - 1), 1000, 0.0)
     for tokens, is_home in ((1000 // strides, True), (1000 // strides - 2, False)):
         pods = list(PODS)
@@ -198,7 +198,8 @@ def test_a_pod_is_no_home_of_a_prompt_of_which_it_holds_less_than_a_key(strides:
 
 
 def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> None:
-    """Sixteen system prompts, each worth half a pod: most stay on their first pod, a few spread to balance the load."""
+    """Each of sixteen system prompts has the load of half a pod. Most stay on their first pod, and a few spread to
+    balance the load."""
     policy, rng = groups_policy(), random.Random(3)
     held: dict[int, set[int]] = {name: set() for name in range(16)}
     latest: deque[int] = deque(maxlen=16)
@@ -255,7 +256,7 @@ def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: fl
 
 
 def test_a_group_that_does_not_come_out_in_whole_pods_burdens_none_of_them() -> None:
-    """30 % of the load is 2.4 pods: two would have 1.2 times their share each."""
+    """30 % of the load is as much as 2.4 of 8 pods can take. In a group of two, each would have 1.2 times its share."""
     served = Counter(conversations(groups_policy(), PODS, 0.3))
     assert max(served.values()) <= 1.15 * served.total() / len(PODS)
 

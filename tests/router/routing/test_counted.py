@@ -1,4 +1,4 @@
-"""An engine's metrics correct the load from other gateways, and nothing that this gateway knows by itself."""
+"""An engine's metrics correct what is known of other gateways' load, and nothing that this gateway knows by itself."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_pods_whose_metrics_say_that_requests_wait_are_backed_up() -> None:
 
 @given(decoding=st.integers(1, 9))
 def test_what_another_gateway_tells_is_taken_out_of_the_count_with_its_part_of_the_context(decoding: int) -> None:
-    """All requests of the count decode; one after the other becomes known here."""
+    """All counted requests decode. One after the other, another gateway tells of them and of their end."""
     state = PodState()
     count(state, Counts(running=decoding, waiting=0, kv_used=0.9), capacity_tokens=10_000)
     before = view(state, 10.0).context_tokens

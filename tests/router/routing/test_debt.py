@@ -1,4 +1,4 @@
-"""The ledger behind further copies of a popular prefix."""
+"""The ledger that decides about further copies of a popular prefix: what requests have lost by waiting is owed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_debt_fades_and_is_found_by_matches_of_about_its_length() -> None:
 
 
 def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
-    """One pod holds the prefix and is always 5 ms behind; a copy on the idle pod costs 30 ms."""
+    """Only one pod holds the prefix, and it always has a queue of 5 ms. A copy on the idle pod costs 30 ms."""
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
     chosen = []
@@ -46,7 +46,8 @@ def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
 
 
 def test_a_choice_between_two_pods_is_worth_a_copy_once_it_has_spared_as_much() -> None:
-    """The pod with the prefix is 5 ms behind the other one as often as it is ahead: with a copy no request waits."""
+    """In half of the cases the pod with the prefix has a queue of 5 ms, otherwise the other pod has it. So with a copy
+    no request waits."""
     behind = [(0.005, 0.0) if i % 2 else (0.0, 0.005) for i in range(60)]
     chosen = _with_one_holder(behind)
     assert 4 <= chosen.index(1) <= 16
@@ -103,7 +104,7 @@ def test_what_a_copy_saves_its_own_request_is_not_paid_from_the_debt() -> None:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_another_gateways_copy_pays_the_debt_if_gateways_tell_each_other(is_told: bool) -> None:
-    """Otherwise each gateway books what its own requests lose, and another gateway's copy does not change that."""
+    """If they do not, each gateway counts only what its own requests lose, whatever another gateway copies."""
     policy, cost = make_policy("predicted_ttft"), StepCost(token_s=1e-4)
     parting = Parting(0.0, 0.5, 0.0, (0.5,), is_told=is_told)
     decision: Decision | None = None
@@ -123,8 +124,8 @@ def test_another_gateways_copy_pays_the_debt_if_gateways_tell_each_other(is_told
 
 
 def _copied_at(gateways: int, copies: int) -> int:
-    """Return the number of the request that makes the last of `copies` further copies. The gateways send in turn, and
-    each request waits 5 ms too long on the pods that hold the prefix."""
+    """Return the number of the request that makes the last of `copies` further copies. The gateways send in turn. Pods
+    that hold the prefix have a queue of 5 ms, and the others have none."""
     policies = [make_policy("predicted_ttft") for _ in range(gateways)]
     cost, holders = StepCost(token_s=1e-4), {0}
     for i in range(1000):
@@ -162,7 +163,7 @@ def test_a_request_stands_for_no_more_others_than_there_are_gateways(high: float
     parting = Parting(0.0, high, 0.0, meets, is_told=True)
     assert parting.share >= 1 / gateways
     assert parting.share >= high
-    assert parting._replace(is_told=False).share == 1.0, "each of the others makes a copy of its own as well"
+    assert parting._replace(is_told=False).share == 1.0, "the other gateways make their own copies"
 
 
 def test_a_copy_by_another_gateway_is_what_was_owed() -> None:
@@ -179,7 +180,7 @@ def test_a_copy_by_another_gateway_is_what_was_owed() -> None:
 
 @given(own=st.integers(1, 30))
 def test_a_debt_pays_in_full_for_a_usual_prompt_and_in_part_for_a_longer_one(own: int) -> None:
-    """Otherwise the longest requests make the copies. A usual prompt has 100 tokens of its own behind 300 shared."""
+    """Otherwise the longest requests would make the copies. A usual prompt has 300 shared tokens and 100 of its own."""
     policy = make_policy("predicted_ttft")
     cost = StepCost(token_s=1e-4)
 

@@ -1,4 +1,4 @@
-"""Tokens that a pod holds below its pool cost the lesser of fetching and computing, by views and by columns alike."""
+"""Tokens that a pod holds below its pool cost the lesser of fetching and computing them, in views and in columns."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_slower_tier_is_never_cheaper_and_none_is_dearer_than_computing(
 
 
 def test_a_fast_tier_is_worth_going_to_and_a_slow_one_is_not() -> None:
-    """One pod has the prompt in host memory and a queue of 20 ms; the other pod has neither. Computing takes 44 ms."""
+    """One pod has the prompt in host memory, and a queue of 20 ms. The other has neither. Computing takes 44 ms."""
     request = RequestInfo((PrefixKey(1),), 2000, 100.0)
     for token_s, expected in ((1e-6, "warm"), (1e-3, "cold")):
         fetch = FetchCosts(host=FetchCost(0.0, token_s))
@@ -111,12 +111,14 @@ REQUEST = RequestInfo((PrefixKey(1),), 2000, 100.0)
 
 
 def test_other_pods_fetch_what_one_pod_holds_if_that_is_faster() -> None:
-    """1,734 tokens take 38 ms to compute: a fetch has to gain 7 % of that."""
+    """1,734 tokens take 38 ms to compute. A fetch has to save at least 7 % of that."""
     for token_s, fetches in ((1e-6, True), (20e-6, True), (21e-6, False), (1e-3, False), (0.0, False)):
         pods = fleet(token_s) if token_s else [PodView(PodId("a"), 1990), PodView(PodId("b"), 256)]
         assert [pod.shared_tokens for pod in pods[1:]] == [1734 if fetches else 0] * len(pods[1:]), token_s
         assert pods[0].shared_tokens == 0
-        assert [pod.matched_tokens for pod in pods] == [1990, *[256] * len(pods[1:])], "a pod's own tokens count apart"
+        assert [pod.matched_tokens for pod in pods] == [1990, *[256] * len(pods[1:])], (
+            "what a pod could fetch is not added"
+        )
         assert [pod.matched_tokens for pod in reaching(pods)[1:]] == [1990 if fetches else 256] * len(pods[1:])
 
 
@@ -137,7 +139,7 @@ def test_what_only_a_pod_without_the_shared_tier_holds_cannot_be_fetched() -> No
     ids=["cheap", "nobody waits", "dear", "dearer than to wait"],
 )
 def test_traffic_goes_where_it_is_idle_once_a_fetch_is_cheap(token_s: float, waits_s: float, moves: bool) -> None:
-    """Without a fetch another pod computes the tokens in 38 ms, so the request waits 20 or 30 ms for the holder."""
+    """Without a fetch another pod would compute the tokens in 38 ms. Waiting 20 or 30 ms for the holder is faster."""
     pods = fleet(token_s, waits_s=waits_s)
     decision = make_policy("predicted_ttft").choose(REQUEST, pods)
     assert (decision.pod != 0) == moves
@@ -155,7 +157,7 @@ def test_traffic_goes_where_it_is_idle_once_a_fetch_is_cheap(token_s: float, wai
     )
 )
 def test_many_pods_reach_what_few_do(told: list[tuple[int, float, float]]) -> None:
-    """Columns and views agree. No pod reaches tokens that it holds, or that it computes sooner."""
+    """Columns and views agree. A pod fetches no tokens that it holds, or that it computes sooner."""
     states = []
     for _, token_s, latency_s in told:
         state = PodState()
@@ -182,7 +184,7 @@ def test_many_pods_reach_what_few_do(told: list[tuple[int, float, float]]) -> No
 
 
 def test_costs_last_told_hold_until_others_are_told() -> None:
-    """Snapshots carry no costs."""
+    """A report without fetch costs, such as a snapshot's, leaves them as they are."""
     state, told = PodState(), FetchCosts(disk=FetchCost(0.002, 1e-5))
     state.report(LoadReport(cost=COST, fetch=told), now_s=1.0)
     state.report(LoadReport(cost=COST), now_s=2.0)

@@ -1,4 +1,4 @@
-"""Which pods each of several gateways tries first."""
+"""Which pods each of several gateways tries first: its own part of the fleet."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
     gateways = Gateways("a")
     gateways.heard("b", 1.0, 0.07, 0.0)
     gateways.sent(1.0, 1000.0)
-    assert gateways.parting(1000.0) is None  # it heard everything long ago
+    assert gateways.parting(1000.0) is None  # the last message from b is long past
 
 
 def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
@@ -81,7 +81,7 @@ def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
 
 
 def test_unseen_work_grows_with_what_others_send_and_with_delay() -> None:
-    assert unseen_s(1.0, 0.01) == pytest.approx(0.01, rel=0.05)  # a second of prefill a second, 10 ms of it unseen
+    assert unseen_s(1.0, 0.01) == pytest.approx(0.01, rel=0.05)  # of b's prefill, 10 ms are unseen
     assert unseen_s(2.0, 0.01) > unseen_s(1.0, 0.01) > unseen_s(1.0, 0.005) > 0
 
 
@@ -115,7 +115,7 @@ def test_shares_that_differ_by_chance_are_even() -> None:
 
 
 def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> int:
-    """Return the choice of gateway `own`, one of four, whose own pods are `busy`. All have seen pods used in order."""
+    """Return the choice of gateway `own`, one of four, whose own pods are `busy`. All pods have been used in order."""
     views = [
         PodView(
             PodId(f"pod-{i:02}"),
@@ -136,7 +136,8 @@ def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> in
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_guests_go_where_the_owner_goes_last_and_do_not_meet(is_warm: bool) -> None:
-    """Each gateway has three pods, used in order: an owner takes its first idle pod next, and a guest its last."""
+    """Each gateway owns three pods, which were used in order. The owner uses its first idle pod next, and a gateway
+    without idle pods of its own (a guest) uses the last."""
     chosen = {}
     for place, own in enumerate("abcd"):
         busy = set(range(3 * place, 3 * place + 3))
@@ -151,7 +152,7 @@ def test_a_guest_passes_by_a_gateway_that_has_one_idle_pod() -> None:
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_pod_that_another_gateway_used_had_its_turn(is_warm: bool) -> None:
-    """Among equal pods a turn counts, no matter which gateway sent the request."""
+    """Among equal pods, the one used longest ago is next, whichever gateway used it."""
     pods = [PodView(PodId(f"pod-{i}"), matched_tokens=1900 * is_warm, cost=COST) for i in range(4)]
     policy = make_policy("predicted_ttft")
     assert isinstance(policy, PredictedTtft)

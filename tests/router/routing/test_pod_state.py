@@ -71,8 +71,8 @@ def test_a_pod_that_hangs_looks_ever_worse() -> None:
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_the_unknown_end_of_a_step_excuses_a_late_first_token_unless_others_send_there(others: int) -> None:
-    """Half of the running step is predicted to be left when a request comes. Up to all of it may be. If other gateways
-    send to the pod, too, prefill of theirs may be the cause, and the pod counts as late from then on."""
+    """When a request comes, half of the running step is predicted to be left, but it may be all of it. If other
+    gateways send to the pod, too, their prefill may be the cause of the delay, and the pod is taken as late at once."""
     state = reporting()
     send(state, "a", 1000, 0.9)
     state.first_token("a", now_s=1.0)
@@ -86,7 +86,7 @@ def test_the_unknown_end_of_a_step_excuses_a_late_first_token_unless_others_send
 
 
 def test_a_pod_that_let_a_request_wait_in_vain_is_not_idle_again_at_once() -> None:
-    """The pod counts as busy until as long again has passed, or a first token comes."""
+    """The pod is taken as busy for the same time once more, or until a first token comes."""
     state = PodState()
     send(state, "a", 1000, 1.0)
     state.finished("a", now_s=31.0)
@@ -119,7 +119,7 @@ def test_an_answer_that_does_not_stream_is_not_waited_for() -> None:
 
 
 def test_answers_that_do_not_stream_leave_no_queue_behind() -> None:
-    """Their first token comes with their end, often long before the predicted end of the prefill."""
+    """Their first token is seen only at their end, which is often long before the predicted end of the prefill."""
     state, now_s = PodState(), 0.0
     for i in range(100):
         send(state, f"{i}", 8000, now_s, streams=False)
@@ -163,7 +163,7 @@ def test_reports_add_what_other_gateways_sent_until_they_are_stale() -> None:
 
 
 def test_a_row_stands_while_its_report_is_fresh_and_not_beyond() -> None:
-    """Otherwise a fleet of hundreds of pods would make every row anew for every request."""
+    """A row says what is known of a pod. If rows did not last, hundreds of them would be made for every request."""
     state = PodState()
     state.report(LoadReport(running=1, decoding=1, cost=COST), now_s=10.0)
     until_s = state.row(10.0).valid_until_s
@@ -172,7 +172,7 @@ def test_a_row_stands_while_its_report_is_fresh_and_not_beyond() -> None:
 
 
 def test_an_old_report_about_own_requests_invents_no_other_gateway() -> None:
-    """The pod counted them 50 ms ago and may count shared prefixes twice; one request has had its first token since."""
+    """The pod may count shared prefixes twice. Since its report, one request has had its first token."""
     state = reporting()
     for name in "abc":
         send(state, name, 1000, 1.0)
@@ -215,7 +215,8 @@ def test_requests_without_a_first_token_are_this_gateways_or_more_if_a_fresh_rep
 
 
 def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
-    """2,048 tokens a step: after the running step come five steps of 5 ms with a decode of 2,050 tokens at 10 us."""
+    """A step computes 2,048 tokens. After the running step come five more. Each takes 5 ms besides its prefill, and
+    10 us for each of the 2,050 tokens in the decoding request's context."""
     state = PodState()
     state.report(LoadReport(cost=replace(COST, context_s=1e-5)), now_s=0.0)
     send(state, "a", 2000, 1.0)
@@ -225,7 +226,7 @@ def test_a_prefill_of_many_steps_takes_along_what_decodes_in_each() -> None:
 
 
 def test_requests_sent_during_a_step_share_the_next_step() -> None:
-    """Steps of 5 ms, and 10 ms of prefill for each request."""
+    """A step takes 5 ms, and 10 ms more for each request's prefill."""
     state = reporting()
     send(state, "a", 100, 1.0)
     state.first_token("a", now_s=2.0)
@@ -238,7 +239,7 @@ def test_requests_sent_during_a_step_share_the_next_step() -> None:
 
 
 def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile() -> None:
-    """The running step was predicted to end after 5 ms; an answer that ends after 12 ms shows that it did not."""
+    """The running step was predicted to end after 5 ms. An answer that ends after 12 ms shows that it lasted longer."""
     state = reporting()
     for name in "ab":
         send(state, name, 100, 1.0)
@@ -251,7 +252,7 @@ def test_a_step_that_ends_without_a_first_token_puts_off_what_was_sent_meanwhile
 
 
 def test_a_report_takes_no_step_from_what_waits() -> None:
-    """A report counts tokens. It does not say that the pod has to end a step and make another step for them."""
+    """A report only counts tokens. It does not shorten the wait for the running step's end and for the next step."""
     state = reporting()
     send(state, "a", 100, 1.0)
     state.first_token("a", now_s=2.0)
@@ -336,7 +337,7 @@ def test_a_view_of_a_pod_of_which_nothing_was_heard_has_its_weight_and_nothing_e
 
 
 def test_a_view_has_each_number_in_its_own_field() -> None:
-    """Views are built by position, because names take longer: numbers that all differ show one in a wrong place."""
+    """Views are built by position, because names take longer. All numbers here differ, so a wrong place shows."""
     state = reporting()
     state.weight = 3.0
     send(state, "a", 1000, 1.0)

@@ -75,7 +75,7 @@ def chosen(name: str, request: RequestInfo, pods: Sequence[PodView]) -> PodId:
 
 
 def nearly_best(scores: Sequence[PodScore], tie: float = 0.6) -> list[int]:
-    """Return the pods with the lowest score, and for `predicted_ttft` the pods that README.md counts as equal."""
+    """Return the pods with the lowest score, and for `predicted_ttft` those that are equal by README.md."""
     best = min(range(len(scores)), key=lambda i: scores[i].score)
     own_s = max(score.parts.get("own_s", 0.0) for score in scores if score.score == scores[best].score)
     warm = [i for i, score in enumerate(scores) if "tied_uneven_s" in score.parts] or range(len(scores))
@@ -129,11 +129,11 @@ def test_a_chosen_pod_with_a_worse_score_says_why(requests: list[RequestInfo], p
 def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
     parting: Parting | None, matched: int
 ) -> None:
-    """The pod that decodes has an equally good score, and its last turn is longer ago."""
+    """The decoding pod has an equally good score, and was chosen longer ago."""
     policy = make_policy("predicted_ttft")
     decoding = PodView(PodId("decoding"), matched_tokens=matched, cost=COST, in_flight=1, decoding=1)
     idle_pod = PodView(PodId("idle"), matched_tokens=matched, cost=COST)
-    for i in range(3):  # the idle pod has had all turns, and all recent work
+    for i in range(3):  # the idle pod has got all recent requests
         policy.choose(RequestInfo((), 2100, NOW_S + i), [idle_pod])
     chosen = policy.choose(RequestInfo((), 2100, NOW_S + 4, parting=parting), [decoding, idle_pod], explain=True)
     assert [score.parts["tied"] for score in chosen.scores] == [1.0, 1.0]
@@ -142,7 +142,7 @@ def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
 
 @pytest.mark.parametrize(("matched", "turns"), [(0, {1.0}), (2000, {0.0})], ids=["nothing shared", "shared"])
 def test_ties_are_twice_as_wide_if_traffic_shares_nothing(matched: int, turns: set[float]) -> None:
-    """A queue of 0.9 of the request's own prefill counts only if prefixes are shared."""
+    """A queue of 0.9 times the request's own prefill makes a difference only if prefixes are shared."""
     policy = make_policy("predicted_ttft")
     view = PodView(PodId("pod-0"), matched_tokens=matched, cost=COST)
     for _ in range(60):
@@ -187,7 +187,7 @@ def test_constants_that_change_count_with_the_next_request(request: RequestInfo,
 def test_pods_that_share_their_constants_count_as_those_with_equal_ones(
     request: RequestInfo, pods: list[PodView]
 ) -> None:
-    """All pods have the constants that were learnt from all of them together."""
+    """Pods of one kind share one object with the constants that were learnt from all of them."""
     shared = [replace(pod, cost=COST) for pod in pods]
     equal = [replace(pod, cost=replace(COST)) for pod in pods]
     policies = [make_policy("predicted_ttft"), make_policy("predicted_ttft")]
@@ -281,7 +281,7 @@ def test_a_pod_of_twice_the_weight_owns_twice_the_prefixes(name: str) -> None:
     for i in range(200):
         request = RequestInfo((PrefixKey(i * 2**55),), 4000, NOW_S)
         owner = chosen(name, request, pods)
-        assert owner in (chosen(name, request, equal), pods[0].pod_id), "the others' points stay where they are"
+        assert owner in (chosen(name, request, equal), pods[0].pod_id), "the other pods' points on the ring stay"
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "cache_aware"])
@@ -323,7 +323,7 @@ def test_noise_in_learnt_speeds_sends_new_prefixes_to_no_favourite() -> None:
 
 
 def test_a_fleet_of_which_little_is_known_counts_as_equally_fast() -> None:
-    """After a few answers each, fits lean on the prior, some more than others."""
+    """After a few answers from each pod, the fitted constants still lean on the prior, some more than others."""
     pods = [
         replace(pod, cost=replace(COST, token_s=COST.token_s * factor), cost_is_prior=True)
         for pod, factor in zip(idle(8), (4.5, 1.0, 3.0, 2.0, 4.5, 1.2, 2.5, 4.5), strict=True)
@@ -338,7 +338,7 @@ def test_a_fleet_of_which_little_is_known_counts_as_equally_fast() -> None:
 def test_a_pod_that_never_served_is_predicted_as_soon_as_an_idle_one_that_did(
     overhead_s: float, factor: float, held: int
 ) -> None:
-    """One pod reports the time of a step. The other is known by a fit, which puts a step's fixed part elsewhere."""
+    """One pod reports its constants. The other has fitted ones, with a step's fixed time in `overhead_s`."""
     told = replace(idle(1)[0], cost=COST, matched_tokens=held)
     fitted = StepCost(token_s=factor * COST.token_s)
     untold = replace(told, pod_id=PodId("new"), cost=fitted, cost_is_prior=True, overhead_s=overhead_s)
@@ -347,7 +347,7 @@ def test_a_pod_that_never_served_is_predicted_as_soon_as_an_idle_one_that_did(
 
 @given(overhead_s=st.floats(0.0, 0.1), spread=st.floats(0.9, 1.1))
 def test_the_fixed_part_of_a_step_counts_once_whoever_tells_it(overhead_s: float, spread: float) -> None:
-    """Three pods are about equally fast: two are known by a fit, and one reports its constants."""
+    """Three pods are about equally fast. Two have fitted constants, and one reports them."""
     fitted = replace(idle(1)[0], cost=StepCost(token_s=28e-6), overhead_s=overhead_s)
     told = replace(idle(1)[0], pod_id=PodId("told"), cost=replace(COST, token_s=spread * COST.token_s))
     assert idle_ttfts_s([fitted, replace(fitted, pod_id=PodId("other")), told]) == pytest.approx(
@@ -371,7 +371,7 @@ def test_a_pod_of_half_the_speed_is_told_apart() -> None:
 
 
 def test_a_pod_of_another_speed_keeps_its_own_fixed_time() -> None:
-    """Its peers report the fixed part of a step, and it does not: what was learnt of it stands for that part."""
+    """Its peers report the fixed time of a step and it does not, so its own learnt overhead is used."""
     slow, *fast = idle(3)
     slow = replace(slow, cost=StepCost(token_s=4 * COST.token_s), overhead_s=0.5)
     alone_s, beside_s = idle_ttfts_s([slow])[0], idle_ttfts_s([slow, *fast])[0]
@@ -414,7 +414,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 def test_pods_take_turns_if_traffic_shares_nothing() -> None:
-    """With any queues below a prefill's time, each pod's last turn is about as long ago as any other's."""
+    """If all queues are shorter than a prefill, all pods are chosen equally often."""
     policy, counts = make_policy("predicted_ttft"), Counter[PodId]()
     for number in range(400):
         now_s = NOW_S + 0.01 * number
@@ -439,14 +439,15 @@ def long_prompt_among_short(pods: Sequence[PodView], *, short: int = 300) -> Pod
 
 
 def test_a_long_prompt_waits_for_no_long_queue() -> None:
-    """Its own prefill takes 7 s, so two pods 2 s apart might pass for equal."""
+    """Its own prefill takes 7 s, so two pods whose queues differ by 2 s might be taken as equal."""
     free = PodView(PodId("free"), prefill_free_at_s=NOW_S, cost=COST)
     busy = PodView(PodId("busy"), in_flight=1, in_flight_uncached_tokens=50_000, prefill_free_at_s=NOW_S + 2, cost=COST)
     assert {long_prompt_among_short([free, busy], short=300 + i) for i in range(2)} == {free.pod_id}
 
 
 def test_a_long_prompt_does_not_queue_behind_another_to_spare_what_decodes_elsewhere() -> None:
-    """Those requests decode for a second or two; the prompt would wait five seconds and prefill for seven."""
+    """Sparing them is not worth it: they decode for a second or two, and the prompt would wait five seconds and then
+    prefill for seven."""
     decoding = PodView(
         PodId("decoding"), in_flight=12, decoding=12, context_tokens=12_000, prefill_free_at_s=NOW_S, cost=COST
     )

@@ -54,7 +54,7 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(
         assert sum(each.part(row, pods) for each in partings.values()) == pytest.approx(1.0)
     for name, each in partings.items():
         share, even = loud[name] / sum(loud.values()), 1 / len(loud)
-        assert abs(each.own_pods(pods) / pods - share) <= EQUAL * even + 1e-9  # shares about even count as even
+        assert abs(each.own_pods(pods) / pods - share) <= EQUAL * even + 1e-9  # nearly even shares are taken as even
 
 
 def test_a_gateway_that_tells_nothing_for_five_seconds_has_no_pods() -> None:
@@ -85,7 +85,7 @@ def test_unseen_work_grows_with_what_the_others_send() -> None:
         assert found is not None
         return found.unseen_s
 
-    assert unseen_s(1.0) == pytest.approx(0.08, rel=0.05)  # a second of prefill a second, 0.08 s of it unseen
+    assert unseen_s(1.0) == pytest.approx(0.08, rel=0.05)  # of b's prefill, 0.08 s are unseen
     assert unseen_s(3.0) == pytest.approx(3 * unseen_s(1.0))
 
 
@@ -113,7 +113,7 @@ def test_one_exchange_serves_the_counters_of_prefixes_and_of_prefill() -> None:
 @pytest.mark.parametrize("held", [0, 900])
 @pytest.mark.parametrize("gateways", [2, 3, 5, 8, 11])
 def test_gateways_together_use_all_pods_alike(gateways: int, held: int) -> None:
-    """This holds for equal pods, however badly the gateways' stretches fit them."""
+    """This holds for equal pods, even if no gateway's part of the fleet is a whole number of pods."""
     pods = [PodView(PodId(f"pod-{i}"), matched_tokens=held, cost=COST) for i in range(8)]
     chosen: Counter[int] = Counter()
     for number in range(gateways):

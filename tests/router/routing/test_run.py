@@ -1,4 +1,4 @@
-"""Prompts in a row that share one prefix, and what `affinity_groups` does with them."""
+"""Successive prompts that share one prefix (a run), and what `affinity_groups` does with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 64
 
 
 def request(prefix: int, number: int, at_s: float = 0.0) -> RequestInfo:
-    """Return a request with `COMMON` keys of the prefix and `OWN` keys of its own behind them."""
+    """Return a request with `COMMON` keys of the prefix, followed by `OWN` keys of its own."""
     first, own = (prefix + 1) * 10_000, (number + 1) * 1_000_000
     keys = (*range(first, first + COMMON), *range(own, own + OWN))
     return RequestInfo(tuple(map(PrefixKey, keys)), TOKENS * len(keys), at_s, 64)
@@ -82,7 +82,7 @@ def test_two_in_a_row_are_enough_if_the_wait_for_the_prefix_exceeds_its_prefill(
     assert policy.choose(request(0, 1), PODS[:1]).pod == 0
     assert (policy.choose(request(0, 2), pods).pod != 0) == (queued > held)
     other = replace(PODS[0], matched_tokens=held, in_flight_uncached_tokens=3000)
-    assert policy.choose(request(1, 3), [other, *PODS[1:]]).pod == 0, "the first request goes where its prefix lies"
+    assert policy.choose(request(1, 3), [other, *PODS[1:]]).pod == 0, "a prefix's first request goes to its holder"
 
 
 def test_a_prompt_that_goes_on_from_the_last_one_or_repeats_it_makes_no_pair() -> None:
@@ -98,7 +98,7 @@ def test_a_pod_with_too_many_requests_misses_its_turn() -> None:
 
 
 def test_prefixes_that_come_in_turn_stay_where_they_are() -> None:
-    """They are too few to form groups, or to make the pod exceed its bound."""
+    """The requests are too few to form groups, or to make the pod exceed its bound."""
     assert set(chosen([request(number % 2, number, 0.1 * number) for number in range(5)], PODS)) == {0}
 
 

@@ -21,7 +21,7 @@ SAME = math.log(1.5)
 
 
 class Pods:
-    """Two pods that answer in turn, with some tenths of a second between answers."""
+    """Two pods. Every tenth of a second, one of them gives an answer, chosen at random."""
 
     def __init__(self, *, noise: float = 0.0, slower: float = 1.0, seed: int = 1) -> None:
         self.pool = SpeedPool()
@@ -33,7 +33,7 @@ class Pods:
         self._spells: dict[tuple[int, int], float] = {}
 
     def answer(self, until_s: float, *, long: float = 0.2, machine: float = 1.0) -> None:
-        """Let the pods answer until `until_s`. `long`: share of uncached prompts. `machine`: slowness of all pods."""
+        """Let the pods answer until `until_s`. `long`: share of uncached prompts. `machine`: factor on all times."""
         while self.now_s < until_s:
             self.now_s += 0.1
             pod = self._rng.randrange(2)
@@ -53,8 +53,8 @@ class Pods:
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
-    """In a third of the spells of two seconds, a pod is at least 1.8 times as fast or slow. A third of its answers
-    varies as much on top of that."""
+    """In each spell of two seconds a pod has another speed, in a third of them at least 1.8 times as fast or as slow.
+    Besides, a third of its answers vary as much."""
     pods, aparts = Pods(noise=0.6, seed=seed), []
     for until_s in range(105, 220, 5):
         pods.answer(until_s)
@@ -80,7 +80,7 @@ def test_a_slower_pod_is_learnt_later_if_answers_differ(seed: int) -> None:
 
 
 def test_what_is_known_of_long_prompts_outlasts_short_ones() -> None:
-    """If all prompts are cached, 2,000 answers tell nothing about an uncached prompt."""
+    """2,000 answers to cached prompts tell nothing about an uncached prompt."""
     pods = Pods()
     pods.answer(120, long=0.5)
     pods.answer(320, long=0.0)
@@ -109,7 +109,7 @@ def test_a_pod_that_joins_begins_with_what_its_like_have_taught() -> None:
 
 
 def test_the_mean_of_all_pods_follows_what_answers_say_now() -> None:
-    """What they said ten minutes ago counts for nothing, however much they said."""
+    """Answers of ten minutes ago have no weight, however many they were."""
     pool = SpeedPool()
     for number in range(100):
         pool.mean_with(1.0, 1.0, float(number))
@@ -180,7 +180,7 @@ def test_nobody_waits_for_the_fixed_time_of_others() -> None:
 
 
 def test_an_answer_is_late_when_noise_does_not_explain_it() -> None:
-    """The request takes half a second. The pod does not count as stuck before others' longest times have passed."""
+    """The request is predicted to take half a second. Only more than the usual noise makes the pod look stuck."""
     pool = SpeedPool()
     for deviation in [1.0, -1.0] * 100:
         pool.saw_noise(deviation)
@@ -205,7 +205,8 @@ def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
 
 @pytest.mark.parametrize("computed", [1500, 40])
 def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(computed: int) -> None:
-    """vLLM reports at the end of an answer what it reused. Half of each prompt was believed cached; none or all was."""
+    """vLLM reports at the end of an answer what it reused. Half of the prompts were believed cached, but all or none
+    were."""
     state, now_s = PodState(), 0.0
     for i in range(60):
         believed = 40 if i % 2 else 1500
@@ -220,7 +221,7 @@ def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(compute
 
 
 def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> None:
-    """A gateway that has just started predicts what the gateway before it would predict, even for an unlike pod."""
+    """A new gateway predicts what the earlier gateway would predict, even for a pod that is slower than the others."""
     old = Pods(noise=0.3, slower=4.0, seed=2)
     old.answer(190)
     speeds, names = Speeds(), [PodId("a"), PodId("b")]
@@ -234,10 +235,10 @@ def test_a_pool_that_begins_with_what_another_learnt_goes_on_as_that_one() -> No
         factor = speeds.factor_of(name)
         assert factor is not None
         pod.begin_with(factor)
-    # Pods are told the pool's constants when these have moved by a twentieth.
+    # Pods get the pool's new constants only when these have changed by 5 %.
     assert [pod.cost.token_s for pod in pods] == pytest.approx([each.cost.token_s for each in old.speeds], rel=0.06)
     assert [pod.overhead_s for pod in pods] == pytest.approx([each.overhead_s for each in old.speeds], rel=0.06)
-    assert not pods[0].is_known(190.0)  # not before this gateway has seen the pod: its machine may be busier by now
+    assert not pods[0].is_known(190.0)  # not before this gateway has seen an answer: the machine may be busier
     pods[0].observe(1500, BASE_S + 1500 * TOKEN_S, 190.0)
     assert pods[0].is_known(190.0)
     again = speeds.of("m", "vllm")

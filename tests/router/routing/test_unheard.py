@@ -39,7 +39,7 @@ def test_a_pod_counts_as_late_except_for_the_time_that_news_takes(tokens: int, l
     if late_s <= TOLD_S:
         assert found_s <= 1e-9
     else:
-        assert late_s - TOLD_S <= found_s + 1e-9 <= late_s - TOLD_S + 0.1, "plus a step at most"
+        assert late_s - TOLD_S <= found_s + 1e-9 <= late_s - TOLD_S + 0.1, "the wait may be one step longer"
 
 
 @pytest.mark.parametrize("ends", [PodState.began_elsewhere, PodState.finished_elsewhere])

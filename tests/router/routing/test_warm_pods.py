@@ -88,8 +88,8 @@ STEP_S = COST.base_s + 10 * COST.sequence_s + 20_000 * COST.context_s
 def test_a_warm_pod_that_was_just_sent_a_request_is_left_alone(
     since: list[float], young: int, age: float, number: int
 ) -> None:
-    """All pods have a pending first token. The queue of the pod that was sent a request last looks half a step
-    shorter."""
+    """All pods have a request without a first token. The pod that got its request last seems to have half a step less
+    to do."""
     young %= len(since)
     pods = [
         replace(pod, in_flight=11, sent_s=NOW_S - steps * STEP_S, prefill_free_at_s=NOW_S + 1.9 * STEP_S)
@@ -177,7 +177,7 @@ def test_a_waiting_request_makes_a_pod_dearer_by_its_further_wait() -> None:
 
 
 class Watched:
-    """`predicted_ttft`, and when it first sent something to each pod."""
+    """`predicted_ttft`, with the time of its first request to each pod."""
 
     name = "predicted_ttft"
 
@@ -192,8 +192,8 @@ class Watched:
 
 
 def test_a_prompt_that_all_requests_share_is_everywhere_at_once() -> None:
-    """400 requests/s have 64 tokens of their own behind a prompt of 2,048. All pods hold it within two prefills of
-    it."""
+    """400 requests a second share a prompt of 2,048 tokens, and each adds 64 of its own. All pods hold the prompt
+    within the time of two prefills of it."""
     prompt = tuple(PrefixKey(i) for i in range(2048 // STRIDE_TOKENS))
     policy = Watched()
     Fleet(policy).run([Arrival(0.0025 * i, (*prompt, PrefixKey(1000 + i))) for i in range(60)])

@@ -1,4 +1,4 @@
-"""Decisions over many pods at once, and all later ones, equal those by a view of each pod."""
+"""Decisions over a table of many pods equal decisions by a view of each pod, and so do all later decisions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WIDE = [name for name in POLICY_NAMES if isinstance(make_policy(name), WidePolic
 
 
 class Fleet(RuleBasedStateMachine):
-    """Requests, answers, reports and time; every decision is made in both ways, by policies with the same history."""
+    """Plays requests, answers, reports and time. Every decision is made both ways, by policies with equal histories."""
 
     policy = ""
 
@@ -240,7 +240,7 @@ def test_groups_of_popular_prefixes_decide_alike_however_unlike_the_loads(seed: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equally_warm_pods_decide_alike_within_a_step_of_the_last_request(seed: int) -> None:
-    """Each holds all of the prompt, so a request takes less time than the step that it waits for."""
+    """Each pod holds all of the prompt, so a request takes less time than the step that it waits for."""
     rng = random.Random(seed)
     states = {PodId(f"pod-{i}"): PodState() for i in range(4)}
     table = PodTable(states.items())

@@ -20,7 +20,7 @@ def _times(rng: random.Random, count: int, per_s: float) -> list[float]:
 
 
 def shared_prompt(per_s: float, count: int = 1200, seed: int = 1) -> list[Arrival]:
-    """80 % of requests share a system prompt of 1,500 tokens, the others have 60 rare ones of that length."""
+    """80 % of requests share a system prompt of 1,500 tokens. The others have one of 60 rare prompts of that length."""
     rng = random.Random(seed)
     popular = _keys(rng, 24)
     rare = [_keys(rng, 24) for _ in range(60)]
@@ -31,7 +31,8 @@ def shared_prompt(per_s: float, count: int = 1200, seed: int = 1) -> list[Arriva
 
 
 def tenant_chat(per_s: float, count: int = 1200, seed: int = 2, tenants: int = 40) -> list[Arrival]:
-    """Conversations of up to 5 turns that resend the history; tenants of Zipf popularity, each with a system prompt.
+    """Conversations of up to 5 turns, each of which resends the history. Tenants have Zipf popularity and one system
+    prompt each.
 
     All tenants share their first stride, as requests of one product do.
     """
@@ -51,7 +52,7 @@ def tenant_chat(per_s: float, count: int = 1200, seed: int = 2, tenants: int = 4
 
 
 def burst(groups: int = 12, size: int = 24, seed: int = 3) -> list[Arrival]:
-    """Within 0.2 s, `size` requests with each of `groups` new prefixes of 4,000 tokens."""
+    """Within 0.2 s, `size` requests come for each of `groups` new prefixes of 4,000 tokens."""
     rng = random.Random(seed)
     prefixes = [_keys(rng, 64) for _ in range(groups)]
     arrivals = [Arrival(rng.uniform(0, 0.2), prefix + _keys(rng, 3)) for prefix in prefixes for _ in range(size)]

@@ -1,4 +1,4 @@
-"""Gateways in virtual time that share limits through a real Redis: what each admits, and when."""
+"""Gateways in virtual time that share limits through a real Redis. What each admits is recorded, with its time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERIOD_STEPS = round(PERIOD_S / STEP_S)
 @dataclass
 class Request:
     tokens: int
-    """Estimated."""
+    """The tokens estimated at the request's admission."""
     used: int
     lasts_s: float = 0.0
 
@@ -42,9 +42,9 @@ class Gateway:
     is_dead: bool = False
     waiting: deque[Request] = field(default_factory=deque)
     running: list[tuple[float, int, Request]] = field(default_factory=list)
-    """A heap of running requests, by when they end."""
+    """A heap of running requests: end, a number, request."""
     admitted: list[tuple[float, int]] = field(default_factory=list)
-    """When each was admitted, and the tokens that it used."""
+    """When each request was admitted, and the tokens that it used."""
     refused: int = 0
     most_at_once: int = 0
 
@@ -126,7 +126,7 @@ class Fleet:
             self._offer(gateway, request)
 
     def most_in_a_window(self, *, tokens: bool = False) -> int:
-        """Return the most that all gateways together admitted within WINDOW_S."""
+        """Return the largest number of requests, or of tokens, that all gateways together admitted within WINDOW_S."""
         events = sorted(event for gateway in self.gateways for event in gateway.admitted)
         most = total = first = 0
         for when_s, used in events:

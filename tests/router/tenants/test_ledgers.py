@@ -104,7 +104,7 @@ def test_fair_shares_are_used_up_and_no_gateway_loses_to_one_that_has_more(limit
     shares = [fair_share(limit, wanted, want) for want in wanted]
     assert all(share <= want for share, want in zip(shares, wanted, strict=True))
     assert sum(shares) >= min(limit, sum(wanted))
-    assert sum(shares) < min(limit, sum(wanted)) + len(wanted), "rounded up, each by less than one"
+    assert sum(shares) < min(limit, sum(wanted)) + len(wanted), "each share is rounded up by less than one"
     for share, want in zip(shares, wanted, strict=True):
         assert share == want or share == max(shares)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.looptime
 
 
 class Scripted:
-    """A shared ledger with a real account, that can be slow, silent or broken."""
+    """A shared ledger that has a real account and can be slow, silent or broken."""
 
     def __init__(self, gateways: int = 4) -> None:
         self.inner = LocalLedger(asyncio.get_running_loop().time)
@@ -63,7 +63,7 @@ async def running(shared: Scripted | None, *tenants: Tenant) -> AsyncIterator[Li
 
 
 async def offer(limiter: Limiter, who: Tenant, count: int, tokens: int = 1) -> int:
-    """Offer `count` requests at once, which end at once; return how many are admitted."""
+    """Offer `count` requests at the same time, each of which ends at once. Return how many are admitted."""
 
     async def one() -> bool:
         try:
@@ -104,7 +104,7 @@ async def test_the_limiter_tells_its_caller_that_it_waits_for_the_ledger() -> No
         for _ in range(2):
             async with limiter.take(who, 1, lambda: waits.append(1)):
                 pass
-        assert len(waits) == 2, "nothing is held in advance of a tenant's first requests"
+        assert len(waits) == 2, "before a tenant's first requests nothing is reserved"
     async with running(None, tenant(requests_per_minute=1)) as limiter:
         async with limiter.take(who, 1):
             pass
@@ -124,7 +124,7 @@ async def test_at_the_limit_requests_are_refused_without_asking_each_time() -> N
         for _ in range(100):
             assert await offer(limiter, who, 5) == 0
             await asyncio.sleep(0.01)
-        assert len(shared.reports) - asked <= 10, "a second has four periods, with a few reports in each"
+        assert len(shared.reports) - asked <= 10, "each of the second's four periods has only a few reports"
 
 
 async def test_every_use_is_told_once() -> None:
@@ -141,7 +141,7 @@ async def test_every_use_is_told_once() -> None:
 
 async def test_a_report_that_is_under_way_at_the_end_is_not_told_again() -> None:
     class Late(Scripted):
-        """Counts at once, and answers later."""
+        """Counts a report at once, and answers it later."""
 
         async def settle(self, reports: Sequence[Report]) -> list[Grant]:
             grants = await super().settle(reports)
@@ -151,7 +151,7 @@ async def test_a_report_that_is_under_way_at_the_end_is_not_told_again() -> None
     who, shared = tenant(requests_per_minute=10_000, tokens_per_minute=10**6), Late()
     async with running(shared, who) as limiter:
         assert await offer(limiter, who, 3, tokens=7) == 3
-        await asyncio.sleep(PERIOD_S - 0.05)  # the report of these has come, and its answer has not
+        await asyncio.sleep(PERIOD_S - 0.05)  # their report has arrived, and its answer has not
         assert sum(report.requests_used for report in shared.reports) == 3
     assert sum(report.requests_used for report in shared.reports) == 3
     assert sum(report.tokens_used for report in shared.reports) == 21

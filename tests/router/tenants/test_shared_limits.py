@@ -1,4 +1,4 @@
-"""Four gateways, one limit, a real Redis, virtual time: nobody gets more than the limit, and hardly less."""
+"""Four gateways share one limit through a real Redis. Together they admit no more than the limit, and hardly less."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.redis_server import running_redis
 from tests.router.tenants.fleet import Fleet, Request, poisson
 
 MINUTES_S = 130.0
-"""Two windows and the beginning of a third."""
+"""Seconds: two windows of a minute, and the beginning of a third."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_ten_times_the_limit_at_four_gateways_is_the_limit(client: redis.Redis, 
     fleet = Fleet(client, TenantLimits(limit), 4)
     fleet.run(MINUTES_S, poisson(10 * max(limit, 100) / 60 / 4, 1, one))
     assert fleet.most_in_a_window() == limit
-    assert sum(len(gateway.admitted) for gateway in fleet.gateways) == 3 * limit, "two windows end in this time"
+    assert sum(len(gateway.admitted) for gateway in fleet.gateways) == 3 * limit, "the time spans three windows"
 
 
 def test_a_busy_gateway_among_quiet_ones_gets_what_they_leave(client: redis.Redis) -> None:

@@ -1,4 +1,4 @@
-"""The usage log: every line once, whole, in its day's file, even if the disk is full for a while."""
+"""The usage log has every line once, whole, in its day's file, even if the disk is full for a while."""
 
 # ruff: noqa: ASYNC240  # the files are tiny
 
@@ -134,7 +134,7 @@ async def test_two_processes_of_a_host_write_into_files_of_their_own(tmp_path: P
 async def test_on_a_full_disk_lines_wait_up_to_a_bound_and_none_is_torn(
     tmp_path: Path, log: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes half of a write, then nothing, like one that fills up."""
+    """Like a disk that fills up, this one accepts half of a write, then nothing."""
     log.add({"n": 0})
     await log._flush()
     write, is_full = os.write, [True]
