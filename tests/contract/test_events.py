@@ -123,21 +123,21 @@ def test_sse_decodes_at_any_chunk_border(texts: list[str], gathered_from: int, d
 class Copied(bytes):
     """A chunk that counts the bytes which are copied when it is appended to others."""
 
-    count = 0
+    copied_bytes = 0
 
     def __radd__(self, before: bytes) -> bytes:
-        Copied.count += len(before) + len(self)
+        Copied.copied_bytes += len(before) + len(self)
         return bytes(before) + bytes(self)
 
 
 def test_the_work_for_a_large_sse_event_grows_with_its_size_and_not_with_the_square() -> None:
     text, chunk_bytes = b"x" * 2**20, 1400
     stream, decoder, out = sse_event(text), SseDecoder(), list[bytes]()
-    Copied.count = 0
+    Copied.copied_bytes = 0
     for start in range(0, len(stream), chunk_bytes):
         out += decoder.feed(Copied(stream[start : start + chunk_bytes]))
     assert out == [text]
-    assert Copied.count < 4 * len(text)
+    assert Copied.copied_bytes < 4 * len(text)
 
 
 @pytest.mark.parametrize("max_bytes", [100, 2 * sse.GATHERED_FROM])
