@@ -94,10 +94,10 @@ class Answered:
         attempt.outcome = outcome
         if outcome is Outcome.ANSWERED:
             self._parts.fleet.served(attempt.pod, sent_s=attempt.sent_s)
-        elif outcome is not Outcome.REFUSED:
+        self._leave(attempt)
+        if outcome not in (Outcome.ANSWERED, Outcome.REFUSED):  # noted when the request no longer counts at the pod
             exchange.error = self._why
             self._parts.blame.failed_at_proxy(exchange.inbound, attempt, outcome, self._why)
-        self._leave(attempt)
 
     def close(self) -> None:
         """Note that nothing more will come."""

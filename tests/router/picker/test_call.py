@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import logging
 import random
@@ -209,6 +210,18 @@ async def test_a_saturated_fleet_is_429_after_the_queue() -> None:
             assert second.refusal[0] == 429
             names = {one.header.key for one in second.said[-1].immediate_response.headers.set_headers}
             assert {"retry-after", "content-type", "x-request-id"} <= names
+
+
+async def test_a_refusal_shows_how_many_other_requests_the_pod_takes() -> None:
+    async with contextlib.AsyncExitStack() as open_talks:
+        gateway = await open_talks.enter_async_context(running(*engines(1)))
+        for _ in range(3):
+            await (await open_talks.enter_async_context(Talk(gateway))).ask(ASKED)
+        async with Talk(gateway) as refused:
+            await refused.ask(ASKED)
+            await refused.tell(response_headers(429), response_body(b"{}", is_end=True))
+        (pod,) = gateway.app[FLEET].pods("m")
+        assert pod.cap.limit(asyncio.get_running_loop().time()) == 3
 
 
 async def test_without_an_engine_it_is_503() -> None:
