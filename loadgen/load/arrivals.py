@@ -165,7 +165,8 @@ _IMPLIED: tuple[tuple[str, str], ...] = (
 
 
 class ArrivalSettings(Settings):
-    """When requests are sent. Rates count sessions, or requests as in vLLM: the same if sessions have one turn."""
+    """When requests are sent. A rate is in sessions, or in requests as in vLLM. Both are equal if each session has one
+    turn."""
 
     arrival: Literal["poisson", "gamma", "constant", "burst", "ramp", "users", "closed", "trace"] | None = Field(
         None,

@@ -23,7 +23,8 @@ QUANTUM_S = 0.001
 AHEAD_S, AHEAD_CALLS = 0.25, 256
 """First requests are built up to AHEAD_S before they are due, at most AHEAD_CALLS, so that a burst leaves at once."""
 TURN_S = 0.002
-"""Longest time for which the dispatcher builds requests ahead before answers are read; waiting distorts their times."""
+"""Longest time for which the dispatcher builds requests without a break. Meanwhile no answer is read, so times are
+late."""
 
 
 class Sender(Protocol):
@@ -73,10 +74,11 @@ class RunSpec:
     max_in_flight: int | None = None
     """Maximum of requests in flight; others wait, and their latency counts from their intended send time."""
     keep_gaps: bool = False
-    """Whether to keep each request's gaps on disk."""
+    """Whether to keep the gaps between each request's tokens, on disk."""
     worker: int = 0
     workers: int = 1
-    """This process plays every `workers`-th session, from `worker` on; its caps are already its share."""
+    """This process plays every `workers`-th session, beginning with session `worker`. The caps in its spec are its
+    share."""
 
 
 @dataclass(slots=True)
@@ -149,12 +151,13 @@ class _Schedule:
         self._sessions = self._draw()
 
     def next(self) -> tuple[float, Session] | None:
-        """Return the next session and its start on the run's clock; None: no more. Raises ValueError if out of
-        order."""
+        """Return the next session and its start on the run's clock; None: no session is left. Raises ValueError if the
+        session starts before the previous one."""
         return next(self._sessions, None)
 
     async def planned(self, begun: int) -> int:
-        """Return the requests of all sessions, drawn or not. If the number of sessions is open, return `begun`."""
+        """Return the number of requests of all sessions, begun or not. If the number of sessions is open, return
+        `begun`."""
         if self._spec.sessions is None and self._workload.length is None:
             return begun
         for count, _ in enumerate(self._sessions):
@@ -170,7 +173,7 @@ class _Schedule:
         offsets = None if spec.arrivals.kind in _TIMELESS else start_times_s(spec.arrivals, spec.seed)
         first_s, last_s = None, 0.0
         for number in numbers:
-            offset_s = next(offsets) if offsets else 0.0  # drawn for other workers' sessions too: same times
+            offset_s = next(offsets) if offsets else 0.0  # for other workers' sessions too: equal times in all
             if first_s is None and spec.arrivals.kind is ArrivalKind.TRACE:
                 # a block of a trace starts with its own first session, not with the trace's
                 first_s = self._trace_time_s(self._workload.session(number)) if spec.first_session else 0.0

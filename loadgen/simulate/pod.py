@@ -64,7 +64,7 @@ class Report:
     """Keys that are now in the pool and were not before."""
     load: LoadReport
     below: tuple[Keys, Keys] = ((), ())
-    """The same for host memory and disk."""
+    """Keys stored in host memory, and keys stored on disk."""
 
 
 class SimPod:

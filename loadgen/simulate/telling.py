@@ -1,7 +1,7 @@
 """The delay of messages between gateways: all of them write to and read from one Redis stream.
 
 A reader takes all entries that came before its next read, as `router.registry.beliefs_reader` does. The gateways' own
-timing is simulated. The rest, a way to Redis or back, is drawn for each message:
+timing is simulated. The rest, the delay of one way to Redis or back, is drawn for each message:
 
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
