@@ -101,7 +101,7 @@ class ServerSettings(RequestSettings):
         wanted = "/v1/completions" if self.backend in _COMPLETIONS else "/v1/chat/completions"
         if self.endpoint and "backend" in self.model_fields_set and self.endpoint != wanted:
             raise ValueError(f"--endpoint {self.endpoint} is not that of --backend {self.backend}: give one of them")
-        self.target(self.arm(policy=getattr(self, "policy", "")))  # raises if a header cannot hold it
+        self.target(self.arm(policy=getattr(self, "policy", "")))  # raises if no header can hold the policy
         return self
 
     @property

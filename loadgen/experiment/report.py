@@ -106,7 +106,8 @@ def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: 
 
 
 def _band(blocks: Sequence[Summary]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the ends of the blocks' own quantiles, between which the pooled ones lie; empty with one block."""
+    """Return the lowest and the highest of the blocks' quantiles; the pooled ones lie between them. Empty with one
+    block."""
     cdfs = np.array([summary.ttft.cdf_ms for summary in blocks if summary.ttft.cdf_ms])
     if len(cdfs) < 2:
         return (), ()

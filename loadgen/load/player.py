@@ -74,7 +74,7 @@ class RunSpec:
     max_in_flight: int | None = None
     """Maximum of requests in flight; others wait, and their latency counts from their intended send time."""
     keep_gaps: bool = False
-    """Whether to keep the gaps between each request's tokens, on disk."""
+    """Whether to keep the gaps between the chunks of each answer, on disk."""
     worker: int = 0
     workers: int = 1
     """This process plays every `workers`-th session, beginning with session `worker`. The caps in its spec are its
@@ -173,7 +173,7 @@ class _Schedule:
         offsets = None if spec.arrivals.kind in _TIMELESS else start_times_s(spec.arrivals, spec.seed)
         first_s, last_s = None, 0.0
         for number in numbers:
-            offset_s = next(offsets) if offsets else 0.0  # for other workers' sessions too: equal times in all
+            offset_s = next(offsets) if offsets else 0.0  # drawn for all workers' sessions, so times agree
             if first_s is None and spec.arrivals.kind is ArrivalKind.TRACE:
                 # a block of a trace starts with its own first session, not with the trace's
                 first_s = self._trace_time_s(self._workload.session(number)) if spec.first_session else 0.0

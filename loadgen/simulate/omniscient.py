@@ -1,5 +1,5 @@
-"""The bound for other routers: `predicted_ttft`'s decision with every pod's exact cache, queue and cost at that
-instant."""
+"""The measure for other routers: `predicted_ttft`'s decision with each pod's exact cache, queue and cost at that
+moment."""
 
 from __future__ import annotations
 
@@ -116,8 +116,7 @@ class Omniscient:
 
 
 def exact_cost(profile: SimProfile, speed: float) -> StepCost:
-    """Return the profile's constants in seconds; no base is fitted: it is the profile's fixed part, because most steps
-    only decode."""
+    """Return the profile's constants in seconds. The base is the profile's floor w0, because most steps only decode."""
     scale = 1e-3 / speed
     return StepCost(
         profile.w0_ms * scale,

@@ -16,7 +16,8 @@ Style = Literal["prose", "question", "code"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text determined by key, style and length. A shorter piece of the same key and style begins a longer one."""
+    """Text determined by key, style and length. A shorter piece is the beginning of a longer one of the same key and
+    style."""
 
     key: str
     tokens: int
@@ -28,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message; blank lines join its pieces."""
+    """One message. Its pieces are separated by blank lines."""
 
     role: Literal["system", "user", "assistant"]
     pieces: tuple[Piece, ...]

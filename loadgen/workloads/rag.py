@@ -1,4 +1,5 @@
-"""Questions over retrieved documents. Documents are shared; their order decides whether a prefix cache gains by it."""
+"""Questions over retrieved documents. Prompts share documents. Whether a prefix cache can use that depends on their
+order."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Rag:
         return self.document_tokens
 
     def session(self, number: int) -> Session:
-        """Return one question with its documents. Its group is the first document, the only one a prefix can share."""
+        """Return one question with its documents. Its group is the first document: no prefix shares a document without
+        it."""
         rng = rng_of(self.seed, "session", checked(number, None))
         found = self._retrieved(rng)
         pieces = [Piece(f"d{self.seed}-{document + 1}", self.document_tokens) for document in found]

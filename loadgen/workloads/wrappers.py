@@ -123,7 +123,7 @@ class Sized:
 
 
 def working_set_tokens(workload: Scalable) -> float:
-    """Return the shared tokens that recur: units times their mean size. Histories recur too, but do not count."""
+    """Return the shared tokens that recur: units times their mean size. Histories recur too, but are not counted."""
     return float(getattr(workload, workload.units) * workload.unit_tokens)
 
 
