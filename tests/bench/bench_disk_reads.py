@@ -51,7 +51,7 @@ def read_asked_ahead(descriptor: int, places: Places) -> None:
 
 
 def read_cached_or_direct(buffered: int, direct: int, places: Places) -> None:
-    """Read the blocks in the page cache from there, and the others past it."""
+    """Read blocks from the page cache if they are there, and the others past it."""
     for place in places:
         offset, target = place
         try:

@@ -62,7 +62,7 @@ class Traffic:
         """CPU seconds of the event loop."""
 
     def ask(self, pieces: int) -> None:
-        """Ask for `pieces` pieces. Pieces of the step before have ended, or count for this step."""
+        """Ask for `pieces` pieces. Pieces of the step before that have not ended are counted for this step."""
         start_s = time.thread_time()
         for _ in range(pieces - self.copier.open_copies):
             at = self.asked % 4 * PIECE_BLOCKS

@@ -66,8 +66,8 @@ def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) 
 
 
 def prefill_work(config: ModelConfig, start: int, tokens: int, step_tokens: int, dtype_bytes: int) -> Work:
-    """Return the work of tokens start .. start + tokens - 1 of a prompt, in steps of `step_tokens`; logits of the last
-    one.
+    """Return the work of tokens start .. start + tokens - 1 of a prompt, in steps of `step_tokens`. Only the last token
+    gets logits.
 
     Each step reads the weights, and the earlier keys and values, once.
     """

@@ -23,7 +23,7 @@ logits. Not one of 100,000 tokens is expected beyond five times that. The token 
 deviations below the best.
 """
 _STOP_S = 30.0
-"""Time limit for the end of its thread."""
+"""Time limit for the end of transformers' thread."""
 NO_TIE = 1e9
 """Used instead of a NaN gap, and between answers of different lengths."""
 
@@ -72,10 +72,10 @@ class Transformers:
                 start_s = time.perf_counter()
                 answers = self._answers(manager, workload.prompts, deadline_s)
                 elapsed_s, answered = time.perf_counter() - start_s, all(answers)
-                # Read while it serves, because at its end it restores the model's earlier implementation.
+                # Read while the manager serves, because at its end it restores the model's earlier implementation.
                 attention = str(self.model.config._attn_implementation)
             finally:
-                if not answered:  # otherwise it answers all requests before it ends
+                if not answered:  # the manager would answer all requests before it ends
                     manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
         return ServedWorkload(workload, answers, elapsed_s, attention=attention)
 

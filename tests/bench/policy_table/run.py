@@ -45,7 +45,7 @@ class Cell:
     hit_rate: float
     """Cached / prompt tokens."""
     max_over_mean_load: float
-    """The largest, over the pods, of a pod's requests / an even share of those that came while it lived."""
+    """For the fullest pod: its requests / an even share of the requests that came while it lived."""
     completed: int
     failed: int
     mean_tpot_ms: float = math.nan

@@ -36,7 +36,8 @@ def gateway() -> Iterator[Any]:
 
 
 def measured(gateway: ArmGateway) -> list[str]:
-    """Return the prompts as sent, without probes; prompts of `prefix_repetition` are several hundred words long."""
+    """Return the prompts as sent, without the probes, which are short; those of `prefix_repetition` have hundreds of
+    words."""
     prompts = [body["messages"][0]["content"] for body in gateway.bodies]
     return [prompt for prompt in prompts if len(prompt.split()) > 60]
 
