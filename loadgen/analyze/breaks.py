@@ -41,7 +41,7 @@ class Slot:
     left: bytes
     is_start: bool
     rights: dict[bytes, float] = field(default_factory=dict)
-    """The texts that follow the value, each with its agreeing bytes."""
+    """The texts that follow the value, each with the number of bytes that agreed."""
     kinds: Counter[str] = field(default_factory=Counter)
     by_name: dict[str, ValueKind] = field(default_factory=dict)
     values: list[bytes] = field(default_factory=list)

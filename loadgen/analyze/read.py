@@ -23,7 +23,7 @@ _MILLISECONDS_FROM = 1e11
 """An epoch above this is in milliseconds; in seconds it would be the year 5138."""
 _PEEK_LINES = 200
 _MOST_TOKENS = 2**31
-"""No prompt of a trace is longer. With a greater length, sums over all prompts could be infinite."""
+"""A line of a trace with a longer prompt is skipped: sums over all prompts could be infinite."""
 
 
 class UnusableLog(Exception):

@@ -99,7 +99,7 @@ class StreamedAnswer:
             self.fail("truncated", "the stream ended before its last event", now_s)
 
     def lost(self, reason: str, now_s: float) -> None:
-        if self._complete and self._stopped:  # the answer is complete
+        if self._complete and self._stopped:  # the answer needed no more bytes
             self._finish(self.finished_s)
         else:
             self.lost_connection = True
@@ -135,7 +135,7 @@ class StreamedAnswer:
             if choice.get("finish_reason"):
                 self._stopped = True
             elif not text and delta and "role" in delta and not any(map(delta.get, _OF_TOKENS)):
-                continue  # it opens the chat; engines may send it before the first token
+                continue  # this event opens the chat; engines may send it before the first token
             if self.first_token_s is None:
                 self.first_token_s = now_s
         if usage := event.get("usage"):

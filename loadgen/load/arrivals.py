@@ -161,7 +161,8 @@ _IMPLIED: tuple[tuple[str, str], ...] = (
     ("concurrency", "closed"),
     ("burst_size", "burst"),
 )
-"""Flags that imply the process if `--arrival` is not given, as in vLLM; the first flag that is given counts."""
+"""Flags that imply the process if `--arrival` is not given, as in vLLM. The first of these flags that is given
+decides."""
 
 
 class ArrivalSettings(Settings):
@@ -171,7 +172,7 @@ class ArrivalSettings(Settings):
     arrival: Literal["poisson", "gamma", "constant", "burst", "ramp", "users", "closed", "trace"] | None = Field(
         None,
         description="how sessions arrive; closed: --concurrency at a time; trace: at the workload's own"
-        " times; none: as other flags imply (--burstiness gamma, --num-users users, ...), else poisson",
+        " times; none: the one that another flag implies (--burstiness: gamma, --num-users: users, ...), else poisson",
     )
     session_rate: float = Field(1.0, gt=0, description="sessions per second; inf: all at once")
     request_rate: float | None = Field(

@@ -19,9 +19,11 @@ from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload
 
 QUANTUM_S = 0.001
-"""The dispatcher wakes at most this often and sends all due requests: the resolution of the event loops' timers."""
+"""Shortest sleep of the dispatcher, which then sends all due requests. It is the resolution of the event loops'
+timers."""
 AHEAD_S, AHEAD_CALLS = 0.25, 256
-"""First requests are built up to AHEAD_S before they are due, at most AHEAD_CALLS, so that a burst leaves at once."""
+"""The first requests of up to AHEAD_CALLS sessions are built up to AHEAD_S before they are due, so that a burst is sent
+without delay."""
 TURN_S = 0.002
 """Longest time for which the dispatcher builds requests without a break. Meanwhile no answer is read, so times are
 late."""
@@ -65,7 +67,8 @@ class RunSpec:
     arrivals: ArrivalSpec
     seed: int
     time_limit_s: float
-    """The arm ends here: requests in flight are recorded as failed 'cut off', the others count as not sent."""
+    """Seconds after which the arm ends. Requests in flight are then recorded as failed 'cut off'; later ones are not
+    sent."""
     sessions: int | None = None
     """Number of sessions; None: as many as the workload has and the time limit allows."""
     first_session: int = 0
@@ -141,7 +144,7 @@ async def play(
 
 
 class _Schedule:
-    """This worker's sessions with their start times, made one at a time; counts the requests that they plan."""
+    """Makes this worker's sessions with their start times, one at a time, and counts the requests of these sessions."""
 
     def __init__(self, workload: Workload, spec: RunSpec, start_s: float) -> None:
         self._workload = workload

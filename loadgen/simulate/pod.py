@@ -157,7 +157,8 @@ class SimPod:
             self._cut_run()
 
     def step_end_s(self) -> float:
-        """Return when the current step ends, in a run its current step; now for an idle pod."""
+        """Return when the current step ends; within a run, that of the run's steps which is in progress. For an idle
+        pod: now."""
         if self._plan is None:
             return self._timeline.now_s
         steps = self._steps

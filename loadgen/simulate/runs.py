@@ -44,7 +44,7 @@ class RunScheduler(Scheduler):
         for entry, new in alive:
             stops = entry.request.stop_token_ids
             if not 0 < len(new) == steps <= self.run_steps or (stops and not stops.isdisjoint(new[:-1])):
-                raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {self.run_steps} steps")
+                raise ValueError(f"request {entry.request.id}: {len(new)} tokens for a run of {self.run_steps} steps")
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size

@@ -25,7 +25,8 @@ from router.registry.beliefs import BeliefMessage
 from router.registry.beliefs_pace import ReadPace
 
 NETWORK_S = 0.00025
-"""One way between two machines of a cluster: an assumption, not measured; 0.5 ms between two gateways."""
+"""Delay of one way between two machines of a cluster. It is assumed, not measured, and makes 0.5 ms between two
+gateways."""
 CPU_S = 0.00035
 """Median time of encoding, system calls, Redis, decoding and other work of the event loop, one way."""
 SPREAD = 0.6

@@ -1,6 +1,6 @@
 """The form of every workload: sessions of turns, with prompts made of pieces.
 
-A piece is text with a name: equal key and length mean equal text. So a workload says what is shared without holding
+A piece is text with a key: equal keys and lengths mean equal text. So a workload says what is shared without holding
 any text. The client renders pieces when it sends them (`render.py`), and a simulator counts their tokens; both see the
 same sharing.
 """

@@ -17,7 +17,7 @@ from loadgen.workloads.files import DatasetError, Entry, csv_entries, jsonl_entr
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 MAX_TOKENS = 2**24
-"""Limit of a prompt or an answer: more than any model takes, and still small enough for memory."""
+"""Limit of the tokens of a prompt or an answer: more than any model takes, and still small enough for memory."""
 MAX_SPAN_S = 1e9
 """Limit of a trace's length, 32 years: a longer one has times in another unit, and a clock would lose precision."""
 LONG_BLOCK_TOKENS = 64

@@ -5,8 +5,9 @@
 The bench uses real KV and the engine's own host tier with its threads. As in the engine, a thread computes steps, and
 the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
 steps without copies, as many beside copies, and as many without copies again; the order alternates. Copies are pieces
-of 32 blocks whose neighbours lie apart, as in a pool that has been in use for some time. An engine under load copies a
-piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each direction.
+of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under load
+copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
+direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
 the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy; a
