@@ -19,7 +19,7 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """a[a_start:a_end] stands where b has b[b_start:b_end]; the texts agree before and after it."""
+    """A place where a has a[a_start:a_end] and b has b[b_start:b_end]; the texts agree before and after it."""
 
     a_start: int
     a_end: int

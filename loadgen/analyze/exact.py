@@ -1,8 +1,8 @@
 """The longest prefix that a prompt shares with an earlier one, to the byte: it shows what counting whole blocks loses.
 
 The keys show which whole blocks are common. Less than one block remains: the bytes after the last common block. They
-are compared with the same bytes of every earlier prompt on that path. Only new continuations are kept, at most two per
-prompt.
+are compared with the bytes that follow the same blocks in earlier prompts. Only new continuations are kept, at most two
+per prompt.
 """
 
 from __future__ import annotations

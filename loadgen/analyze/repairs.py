@@ -19,7 +19,7 @@ class Repair(Protocol):
     """One change that is applied to prompts."""
 
     def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
-        """Return the changed text and the value taken out; without a change, the same text and nothing."""
+        """Return the changed text and the value taken out; if nothing changes, the same text and an empty value."""
         ...
 
 

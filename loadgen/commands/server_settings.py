@@ -32,7 +32,7 @@ class RequestSettings(Settings):
     request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
     tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
     max_concurrency: int | None = Field(
-        None, ge=1, description="most requests in flight; the wait of others counts as latency; none: no limit"
+        None, ge=1, description="most requests in flight; others wait, which adds to their latency; none: no limit"
     )
     workers: int = Field(1, ge=1, le=256, description="processes that send")
     time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")

@@ -58,7 +58,7 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
     num_prompts: int = Field(100, ge=1, le=10_000_000, description="least number of requests per step")
     point_s: float = Field(
-        20.0, gt=0, allow_inf_nan=False, description="seconds over which the requests of a step are due, at least"
+        20.0, gt=0, allow_inf_nan=False, description="least time over which a step's requests are due, seconds"
     )
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"

@@ -48,7 +48,7 @@ class PodSpec:
     pin_share: float = 0.0
     """Share of the pool that requests may pin."""
     keep_share: float = 0.0
-    """Share of the pool that may be kept, without a request for it, while a tool runs."""
+    """Share of the pool that may be kept while a tool runs, although no client asked for that."""
     noise: StepNoise | None = None
     """None: steps take exactly the profile's time."""
     tiers: TierSpec | None = None

@@ -48,8 +48,8 @@ class RunScheduler(Scheduler):
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size
-        # All requests take their blocks before any request gives blocks back. Single steps do so too: a step begins
-        # before the answers of the step before it end.
+        # All requests take their blocks before any request gives blocks back. So do single steps: a step takes its
+        # blocks when it begins, and answers end after it.
         for entry, new in alive:
             entry.request.output_tokens.extend(new)
             known = entry.known_tokens

@@ -26,8 +26,8 @@ class Rag:
     document_tokens: int = 600
     documents_per_question: int = 4
     rag_order: RagOrder = "shuffled"
-    """fixed: the document found first always brings the same others in the same order. shuffled: each document is drawn
-    independently, in any order. sorted: the same draws, in the order of the documents' numbers."""
+    """fixed: the document found first always comes with the same other documents, in the same order. shuffled: each
+    document is drawn independently, in any order. sorted: the same draws, in the order of the documents' numbers."""
     instruction_tokens: int = 100
     question_tokens_min: int = 20
     question_tokens_max: int = 60

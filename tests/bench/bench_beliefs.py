@@ -120,7 +120,7 @@ class Listening(End):
 
 
 def taken(notebook: Notebook, now_s: float) -> bytes:
-    """Return the message of everything that the notebook has to tell."""
+    """Return the message with everything that the notebook has not yet told."""
     return encode(notebook.take(now_s))
 
 

@@ -4,7 +4,7 @@
 
 The bench uses real KV and the engine's own host tier with its threads. As in the engine, a thread computes steps, and
 the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
-steps without copies, as many beside copies, and as many without copies again; the order alternates. Copies are pieces
+steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are pieces
 of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under load
 copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
 direction.
@@ -44,7 +44,7 @@ POOL_BLOCKS, HOST_BLOCKS = 1200, 1200
 SEQUENCES, CONTEXT = 8, 512
 PIECE_BLOCKS = 32
 PIECES = (1, 4)
-"""Pieces that are copied beside each step."""
+"""Pieces that are copied during each step."""
 
 
 class Traffic:
@@ -107,7 +107,7 @@ class Arm:
 
 
 class Bench:
-    """The steps, and the traffic beside them."""
+    """The steps, and the traffic during them."""
 
     def __init__(self, backend: TorchBackend, store: Store, thread: ThreadPoolExecutor) -> None:
         ids = np.random.default_rng(1).integers(0, 200, CONTEXT + 1).tolist()
@@ -122,7 +122,7 @@ class Bench:
         return time.thread_time() - cpu_s, time.perf_counter() - clock_s
 
     async def timed(self, steps: int, pieces: int) -> Timed:
-        """Run steps with `pieces` pieces beside each."""
+        """Run steps, each while `pieces` pieces are copied."""
         loop, found, traffic = asyncio.get_running_loop(), Timed(), self.traffic
 
         def on_end() -> None:

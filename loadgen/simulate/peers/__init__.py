@@ -1,2 +1,2 @@
-"""The decision rules that other routers published, with their defaults and the data they really have. None of their
+"""The decision rules that other routers published, with their defaults and the data they really have, but not their
 code."""

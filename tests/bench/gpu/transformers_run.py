@@ -59,8 +59,8 @@ class Transformers:
         self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
 
     def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
-        """Send all requests at once, after its own warm-up and a few requests. Requests without an answer `deadline_s`
-        after they were sent are given up. Raises RuntimeError if a request fails."""
+        """Send all requests at once, after transformers' own warm-up and a few requests. Requests without an answer
+        `deadline_s` after they were sent are given up. Raises RuntimeError if a request fails."""
         with self.model.continuous_batching_context_manager(
             generation_config=self._generation, continuous_batching_config=self._config, timeout=_STOP_S
         ) as manager:

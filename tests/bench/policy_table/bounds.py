@@ -225,7 +225,7 @@ def _groups(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
 
 
 def best(arms: Mapping[str, Sequence[Cell]], field: str) -> tuple[str, float]:
-    """Return the arm with the lowest mean over the seeds, and that mean. An arm that completed nothing has none."""
+    """Return the arm with the lowest mean over the seeds, and that mean. An arm that completed nothing has no mean."""
     means = {arm: mean(cells, field) for arm, cells in arms.items()}
     name = min(means, key=lambda arm: math.inf if math.isnan(means[arm]) else means[arm])
     return name, means[name]

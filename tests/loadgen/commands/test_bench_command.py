@@ -223,7 +223,7 @@ def test_secrets_stay_out_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ctrl_c_leaves_neither_process_nor_file(tmp_path: Path) -> None:
-    # The first request, which checks the server, is answered at once; the requests of the load are not.
+    # The first request, which checks the server, is answered immediately; the requests of the load are not.
     held = LimitedGateway(known=("slow",), limits={"slow": 1000}, service_s=120.0, quick=1)
     with in_thread(held) as gateway:
         program = "import sys; from loadgen.commands.bench import run; sys.exit(run(sys.argv[1:]))"
