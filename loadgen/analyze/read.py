@@ -35,7 +35,7 @@ class LoggedPrompt:
     """One request, in the order of the file."""
 
     text: bytes
-    """Canonical bytes, as the gateway's prefix keys see them; empty for a trace of block ids."""
+    """Canonical bytes, from which the gateway computes prefix keys; empty for a trace of block ids."""
     is_chat: bool = False
     tools_bytes: int = 0
     """Length in bytes of the tools' JSON, which comes first."""

@@ -31,8 +31,8 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
 
     A step is saturated in three cases: less than 90 % of its requests were good; they end at less than 95 % of the
     offered rate (over concurrency: more requests at a time bring hardly more throughput); or p99 of TTFT explodes. The
-    knee is the highest step below that. Exit status: 0, 1 if the server cannot be measured, 2 for bad flags, 3 if a
-    knee's numbers are invalid, 130 on Ctrl-C.
+    knee is the highest step below every saturated one. Exit status: 0, 1 if the server cannot be measured, 2 for bad
+    flags, 3 if a knee's numbers are invalid, 130 on Ctrl-C.
     """
 
     policies: list[str] = Field(

@@ -55,8 +55,8 @@ class EngineKind:
 def cpu_engines(pool_tokens: int) -> EngineKind:
     """Return engines that compute, each with a KV pool of `pool_tokens`.
 
-    They run without --exact, which costs half as much again: the demo shows routing, at the speed that `sizing`
-    measured.
+    They run without --exact, because exact steps take half as long again, and the demo only shows routing. `sizing`
+    measures their speed.
     """
     return EngineKind(
         f"engines on CPU, one thread and {pool_tokens:,} tokens of KV pool each",

@@ -138,6 +138,6 @@ def _method(arms: int) -> dict[str, str]:
         f" by more than {MAX_LAG_SHARE:.0%} of the effect that is claimed (of the factor if the effect is larger; of"
         f" the means if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half the interval,"
         f" or by more than {MOST_LAG_SHARE:.0%} of the means. The"
-        f" lag counts {LATE_TWICE:g} times, because reading is as late as sending, and the other arm's"
-        " lag counts as none",
+        f" lag counts {LATE_TWICE:g} times, because reading is about as late as sending, and the other"
+        " arm is assumed to have none",
     }

@@ -34,7 +34,8 @@ class ArrivalKind(StrEnum):
     USERS = "users"
     """`num_users` users; each begins a session every `user_gap_s`, from a random moment of the first gap."""
     CLOSED = "closed"
-    """`concurrency` sessions at a time; the next begins when one ends. Hides queueing: a slow server gets less load."""
+    """`concurrency` sessions at a time; the next begins when one ends. A slow server gets less load, which hides
+    queueing."""
     TRACE = "trace"
     """The workload's own times: `Session.start_s`."""
 

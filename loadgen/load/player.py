@@ -1,4 +1,5 @@
-"""Plays sessions against a server: each at its intended time, its follow-ups after the answer and a pause."""
+"""Plays sessions against a server: each begins at its intended time, and its later turns follow an answer and a
+pause."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ DEFINITIONS = {
     "duplicate_prompts": "requests whose whole prompt had been sent before in the same block",
     "pods": "every pod that answered at the arm's address in any run; a pod that an arm never used counts as zero",
     "mean_in_flight": "request-seconds between sending and end / duration",
-    "imbalance": "largest / mean over the pods of mean_in_flight, 1 is balance; request_imbalance: of request counts",
-    "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 is balance, 1/n one pod has all",
+    "imbalance": "largest / mean over the pods of mean_in_flight, 1 if balanced; request_imbalance: of request counts",
+    "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 if balanced, 1/n if one pod has all",
     "failed": "requests that ended without a complete answer, by reason; no mean includes their latency",
     "not_sent": "follow-ups of a failed turn, and requests left when the time limit ended the run",
 }

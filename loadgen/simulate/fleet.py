@@ -261,7 +261,8 @@ class Simulation:
     def _lost(self, flight: _Flight, attempt: int) -> None:
         """Handle the loss of a request's pod: retry on another pod if no token came yet, else fail the request.
 
-        Do nothing if the end of the answer was already on its way.
+        Do nothing if the request has ended meanwhile, because the end of its answer was on its way, or if it was
+        retried.
         """
         if flight.offered.number not in self._flights or len(flight.tried) != attempt:
             return

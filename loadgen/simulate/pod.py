@@ -35,7 +35,7 @@ class PodSpec:
     name: str
     profile: SimProfile
     speed: float = 1.0
-    """Steps take 1 / speed of the profile's time."""
+    """A step takes the profile's time / speed."""
     block_size: int = 16
     kv_tokens: int = 0
     """Tokens whose KV the pool holds; 0: the profile's value."""
@@ -126,7 +126,7 @@ class SimPod:
         self._again_s = math.inf
         self._tell_at_s = math.inf
         self._begun = 0
-        """Number of steps and runs that have begun."""
+        """Number of steps and runs that have begun; only noise needs it."""
 
     def submit(self, request: Request) -> None:
         """Queue the request. Raises QueueFull, and ValueError for a request that can never run."""
@@ -151,14 +151,13 @@ class SimPod:
         self._turn += 1
 
     def slow_to(self, speed: float) -> None:
-        """Take 1 / `speed` of the profile's time from the next step on."""
+        """Let steps take the profile's time / `speed`, from the next step on."""
         self._next_speed = speed
         if self._plan is not None and self.scheduler.run_steps > 1:
             self._cut_run()
 
     def step_end_s(self) -> float:
-        """Return when the current step ends; within a run, that of the run's steps which is in progress. For an idle
-        pod: now."""
+        """Return when the current step ends (in a run, the single step that is in progress); for an idle pod, now."""
         if self._plan is None:
             return self._timeline.now_s
         steps = self._steps

@@ -50,8 +50,8 @@ class Rag:
         return self.document_tokens
 
     def session(self, number: int) -> Session:
-        """Return one question with its documents. Its group is the first document: no prefix shares a document without
-        it."""
+        """Return one question with its documents. Its group is the first document, because only prompts with the same
+        first document share document tokens."""
         rng = rng_of(self.seed, "session", checked(number, None))
         found = self._retrieved(rng)
         pieces = [Piece(f"d{self.seed}-{document + 1}", self.document_tokens) for document in found]
