@@ -29,7 +29,7 @@ from engine.tiers.block_file import LABEL_BYTES
 SIZES = (80 << 10, 512 << 10, 2 << 20)
 """Bytes of a block: the bench model's, a small model's, and Llama 3.1 8B's with 16 tokens."""
 AHEAD = 8
-"""Blocks that the kernel is asked for before they are read."""
+"""The kernel is asked to load this many blocks before they are read."""
 Places = Sequence[tuple[int, memoryview]]
 """Offset in the file and target of each block."""
 

@@ -10,8 +10,8 @@ copies a piece about every eighth step (`bench_tier_traffic`). Here every step h
 direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
-the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy; a
-copy takes a core of its own meanwhile. The lower quartile of each set of steps counts, because other programs only make
+the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy;
+copies run on another core. The lower quartile of each set of steps counts, because other programs only make
 steps longer. A ratio is the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop
 for the copies of a step.
 """
