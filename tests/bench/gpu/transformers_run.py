@@ -17,9 +17,9 @@ from tests.bench.gpu.workloads import Workload
 TIE_BOUND = 0.32
 """Two answers may differ if the logits of their tokens are within this many standard deviations of all logits.
 
-The bound is five times 0.063. In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512,
-weights made as here) differ by 0.045 standard deviations in a logit, so by root two times that in the distance of two
-logits. Not one of 100,000 tokens is expected beyond five times that. The token of a wrong computation is several
+In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512, weights made as here) differ by
+0.045 standard deviations in a logit, so by root two times 0.045 = 0.063 in the distance of two logits. The bound is
+five times 0.063: not one of 100,000 tokens is expected to exceed it. The token of a wrong computation is several
 deviations below the best.
 """
 _STOP_S = 30.0

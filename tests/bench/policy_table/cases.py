@@ -147,7 +147,8 @@ def batch(seed: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class TraceWindow:
-    """`count` requests of a Mooncake trace, chosen by the seed; times in coarse buckets are spread."""
+    """`count` consecutive requests of a Mooncake trace, from a place that the seed decides. The trace's coarse times
+    are spread at random."""
 
     path: Path
     count: int

@@ -116,7 +116,8 @@ def test_if_nothing_is_shared_the_baselines_count() -> None:
 
 
 def one_prompt_case(name: str, **factors: float) -> set[str]:
-    """Return missed bounds: `round_robin` has the earlier values of `predicted_ttft`, others those times a factor."""
+    """Return the missed bounds. `round_robin` has the earlier values of `predicted_ttft`, other arms the same values
+    times a factor."""
     case = next(case for case in ONE_PROMPT if case.name == name)
     earlier = EARLIER[name]
 
