@@ -12,7 +12,7 @@ CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64
 BALANCE_REL = 1.5
 MAX_TREE_CHARS = 2**26
-"""Defaults of the command line, model_gateway policies/cache_aware."""
+"""Defaults of the command line (model_gateway, policies/cache_aware)."""
 CHARS_PER_KEY = 256
 
 THROUGHPUT_TOKENS_PER_S = 2000.0
