@@ -20,7 +20,7 @@ COMMANDS = {
     "demo": "start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report",
     "demo-fleet": "the same with eight emulated H100 pods instead of the CPU engines",
 }
-"""The modules that `module_of` names; each has `run(argv) -> exit status`."""
+"""Each command with its help. Its module, which `module_of` names, has `run(argv) -> exit status`."""
 DEMOS = ("demo", "demo-fleet")
 """These commands start the servers they measure, so their package is above the other commands."""
 USAGE = """usage: warmroute-loadgen COMMAND [flags]

@@ -15,9 +15,8 @@ T = TypeVar("T")
 def run_interruptible(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end. On SIGINT, SIGTERM or SIGHUP, cancel it, so that it cleans up; raise KeyboardInterrupt.
 
-    If SIGHUP is ignored, as under nohup, it stays ignored. `work` runs on uvloop, where a request costs less CPU and
-    leaves more punctually.
-    """
+    If SIGHUP is ignored, as under nohup, it stays ignored. `work` runs on uvloop, where a request costs less CPU and is
+    sent more punctually."""
 
     async def main() -> T:
         task = asyncio.current_task()

@@ -64,18 +64,19 @@ def _verdict(
         saved = (1 - best) * costs[0] + best * costs[1]
         only = " only with routing by prefix" if plain <= least else ""
         return (
-            f"Enable prefix caching{only}: with {size}, up to {best:.1%} of prompt tokens need not be computed; it pays"
-            f" off from {least:.1%} on (prompts then cost {saved:.2f} of what they cost without caching)."
+            f"Enable prefix caching{only}: with {size}, up to {best:.1%} of prompt tokens need not be computed;"
+            f" caching pays off from a hit rate of {least:.1%} on (at best, prompts cost {saved:.2f} of what they cost"
+            " without it)."
         )
     text = (
-        f"Prefix caching does not pay off for these prompts: with {size}, at best {best:.1%} of prompt tokens hit; it"
-        f" pays off from {least:.1%} on."
+        f"Prefix caching does not pay off for these prompts: with {size}, at best {best:.1%} of prompt tokens hit;"
+        f" caching pays off from {least:.1%} on."
     )
     if findings and possible > least:
-        return f"{text} Repair the prompts first, then enable it:"
+        return f"{text} Repair the prompts first, then enable caching:"
     if possible > least:
         return f"{text} The prompts do share prefixes, but the cache is too small to hold them until they recur."
-    return f"{text} The prompts share too little; leave it off, or on if it costs nothing."
+    return f"{text} The prompts share too little; leave caching off, or on if it costs nothing."
 
 
 def _routing(routing: str, plain: float, best: float, pods: int) -> str:

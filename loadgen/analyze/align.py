@@ -11,7 +11,7 @@ import numpy.typing as npt
 SHINGLE_BYTES = 32
 """Two texts that agree in this many consecutive bytes do not agree by chance."""
 _WIDTHS = ((256, 1), (2_048, 4), (32_768, 16))
-"""(distance, step) of the search for the next agreement: values are short, documents are long."""
+"""Distance and step of each search for the next agreement. Differing values are short, differing documents are long."""
 _MAX_DIFFERENCES = 6
 _FACTORS = tuple(np.uint64(f) for f in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93))
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
@@ -19,7 +19,7 @@ _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """a[a_start:a_end] stands where b has b[b_start:b_end]; the texts agree before and after it."""
+    """A place where a has a[a_start:a_end] and b has b[b_start:b_end]; the texts agree before and after it."""
 
     a_start: int
     a_end: int

@@ -18,7 +18,7 @@ from loadgen.analyze.repairs import Repair, SortKeys, SortTools, SortUnits, Take
 from loadgen.analyze.values import COUNTER, NAME, TEXT, ValueKind, is_counter, value_at
 
 SAMPLE = 20_000
-"""Number of prompts examined; in a longer file, stretches spread evenly over it."""
+"""Number of prompts examined. In a longer file, they are stretches of prompts, spread evenly over the file."""
 _STRETCH = 1_000
 _TEXT_BYTES = 64 * 2**20
 """Bytes of prompts kept for comparison with later prompts."""
@@ -41,7 +41,7 @@ class Slot:
     left: bytes
     is_start: bool
     rights: dict[bytes, float] = field(default_factory=dict)
-    """The texts that follow the value, each with its agreeing bytes."""
+    """The texts that follow the value, each with the number of bytes that agreed."""
     kinds: Counter[str] = field(default_factory=Counter)
     by_name: dict[str, ValueKind] = field(default_factory=dict)
     values: list[bytes] = field(default_factory=list)
@@ -141,7 +141,7 @@ class BreakFinder:
         return number % (self._requests // stretches) < _STRETCH
 
     def _partner(self, behind: list[int]) -> int | None:
-        """Return the earlier prompt that has most of the text after the break."""
+        """Return the earlier prompt that shares most of the text after the break."""
         votes = Counter(
             earlier
             for value in behind[:: max(1, len(behind) // 16)]
@@ -253,8 +253,8 @@ def _position(slot: Slot) -> tuple[int, int]:
 
 
 def _meet(a: bytes, b: bytes) -> bytes:
-    """Return what two right contexts have in common, even if one begins a little later, because two values may end
-    alike by chance."""
+    """Return the text that two right contexts share. In one of them it may begin a little later: if two values end
+    alike by chance, their common end belongs to the context."""
     for skipped in range(_CONTEXT_BYTES // 2):
         for left, right in ((a[skipped:], b), (a, b[skipped:])):
             common = common_prefix(left, right)

@@ -14,7 +14,8 @@ from loadgen.analyze.repairs import Repair, Variant
 from loadgen.analyze.spec import AnalysisSpec, Progress
 
 _MANY_BLOCKS = 4_000_000
-"""Above this number of blocks, costs are measured in blocks four times as large, because several key logs are held."""
+"""Above this number of blocks, costs are measured in blocks four times as large: several key logs must fit into
+memory."""
 _MIN_COST = 0.01
 _MIN_GAIN = 0.005
 _EXAMPLE_BYTES = 60

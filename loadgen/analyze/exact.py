@@ -1,8 +1,8 @@
-"""The longest prefix that a prompt shares with an earlier one, to the byte: it shows what whole blocks lose.
+"""The longest prefix that a prompt shares with an earlier one, to the byte: it shows what counting whole blocks loses.
 
 The keys show which whole blocks are common. Less than one block remains: the bytes after the last common block. They
-are compared with the same bytes of every earlier prompt on that path. Only new continuations are kept, at most two per
-prompt.
+are compared with the bytes that follow the same blocks in earlier prompts. Only new continuations are kept, at most two
+per prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ExactMatcher:
         self._known: dict[int, list[bytes]] = {}
 
     def _find_continuations(self, sharing: Sharing) -> None:
-        """Find the positions of new blocks that follow a place where some prompt leaves the known paths."""
+        """Find the new blocks to compare with: those that begin where some prompt leaves the known paths."""
         first_seen, starts = sharing.first_seen, sharing.starts
         parents = np.full(len(first_seen), _ROOT, dtype=np.int64)
         parents[1:] = first_seen[:-1]

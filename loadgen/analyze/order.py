@@ -24,7 +24,7 @@ _LABEL = re.compile(
 
 
 def body(unit: bytes) -> bytes:
-    """Return a unit without its number in its list."""
+    """Return a unit without its label in the list, such as a number."""
     label = _LABEL.match(unit)
     return unit[label.end() :] if label else unit
 
@@ -71,7 +71,8 @@ def sort_units(text: bytes, separator: bytes, rank: Mapping[bytes, int]) -> byte
 
 
 def json_at(text: bytes, at: int) -> tuple[int, int, Any] | None:
-    """Return bounds and value of the outermost JSON object or array around byte `at` that begins on the same line."""
+    """Return bounds and value of the outermost JSON object or array around byte `at` that begins on the line of that
+    byte."""
     start = max(text.rfind(mark, 0, at) + 1 for mark in (b"\n", FIELD_SEPARATOR, MESSAGE_END))
     for opening in itertools.islice(re.finditer(rb"[{\[]", text[start:at]), _MOST_OPENINGS):
         found = decode_json(text, start + opening.start())

@@ -24,7 +24,7 @@ _MILLISECONDS_FROM = 1e11
 """An epoch above this is in milliseconds; in seconds it would be the year 5138."""
 _PEEK_LINES = 200
 _MOST_TOKENS = 2**31
-"""No prompt of a trace is longer. With a greater length, sums over all prompts could be infinite."""
+"""A line of a trace with a longer prompt is skipped: sums over all prompts could be infinite."""
 
 
 class UnusableLog(Exception):
@@ -36,7 +36,7 @@ class LoggedPrompt:
     """One request, in the order of the file."""
 
     text: bytes
-    """Canonical bytes, as the gateway's prefix keys see them; empty for a trace of block ids."""
+    """Canonical bytes, from which the gateway computes prefix keys; empty for a trace of block ids."""
     is_chat: bool = False
     tools_bytes: int = 0
     """Length in bytes of the tools' JSON, which comes first."""

@@ -19,7 +19,7 @@ class Repair(Protocol):
     """One change that is applied to prompts."""
 
     def apply(self, text: bytes, tools_bytes: int) -> tuple[bytes, bytes]:
-        """Return the changed text and the value taken out; without a change, the same text and nothing."""
+        """Return the changed text and the value taken out; if nothing changes, the same text and an empty value."""
         ...
 
 
@@ -30,7 +30,7 @@ class TakeOut:
     left: bytes
     """Text before the value; empty: the value is at the very beginning."""
     rights: tuple[bytes, ...]
-    """Texts that may follow the value; the nearest counts. Unused with a pattern."""
+    """Texts that may follow the value; it ends at the nearest one. Not used if there is a pattern."""
     is_start: bool
     """Whether `left` is the beginning of the prompt."""
     pattern: re.Pattern[bytes] | None = None
@@ -95,8 +95,8 @@ class SortKeys:
 class Variant:
     """The file's prompts with some repairs: collects keys, then returns the hit rate of an infinite cache.
 
-    A value that is taken out counts as a hit if the same value was there before, because it would be found again if it
-    came after or between shared parts.
+    A value that is taken out counts as a hit if an earlier prompt had the same value there. After or between shared
+    parts, the cache would find such a value again.
     """
 
     repairs: Sequence[Repair]

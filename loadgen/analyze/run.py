@@ -178,7 +178,8 @@ def _duplicates(sharing: Sharing, exact: np.ndarray[tuple[int], np.dtype[np.int6
 
 
 def _reuse_gap(sharing: Sharing, times: array[float]) -> Gap | None:
-    """Return the time from the last use of a prefix, at its end, to the request that finds it."""
+    """Return the time from the last use of a prefix to the request that finds it. The last use is that of the prefix's
+    end."""
     last: dict[int, float] = {}
     gaps = []
     for path, at in zip(sharing.paths(), times, strict=True):

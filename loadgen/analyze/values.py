@@ -1,4 +1,5 @@
-"""The kind of a value at which prompts differ: kinds that make prompts unique by accident have a shape."""
+"""The kind of a value in which prompts differ. Values that make prompts unique by accident, such as times, have a
+pattern."""
 
 from __future__ import annotations
 

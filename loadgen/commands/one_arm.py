@@ -28,7 +28,7 @@ from loadgen.workloads.render import Renderer
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """How load is made; the same for each load."""
+    """Settings that are the same for each load on a server."""
 
     seed: int
     workers: int = 1
@@ -159,8 +159,8 @@ def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
 
 
 def sessions_of(workload: Workload, prompts: int, first: int = 0) -> tuple[int, int]:
-    """Count the sessions from `first` on that hold `prompts` requests (all sessions if they hold fewer), and their
-    requests."""
+    """Return how many sessions from `first` on have at least `prompts` requests (all sessions if they have fewer), and
+    the number of their requests."""
     sessions = requests = 0
     while requests < prompts and (workload.length is None or first + sessions < workload.length):
         requests += len(workload.session(first + sessions).turns)

@@ -32,7 +32,7 @@ class RequestSettings(Settings):
     request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
     tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
     max_concurrency: int | None = Field(
-        None, ge=1, description="most requests in flight; the wait of others counts as latency; none: no limit"
+        None, ge=1, description="most requests in flight; others wait, which adds to their latency; none: no limit"
     )
     workers: int = Field(1, ge=1, le=256, description="processes that send")
     time_limit_s: float = Field(3600.0, gt=0, description="seconds after which the load is cut off")
@@ -101,7 +101,7 @@ class ServerSettings(RequestSettings):
         wanted = "/v1/completions" if self.backend in _COMPLETIONS else "/v1/chat/completions"
         if self.endpoint and "backend" in self.model_fields_set and self.endpoint != wanted:
             raise ValueError(f"--endpoint {self.endpoint} is not that of --backend {self.backend}: give one of them")
-        self.target(self.arm())  # raises if a header cannot hold a value
+        self.target(self.arm())  # raises if no header can hold a value
         return self
 
     @property
@@ -138,7 +138,7 @@ class OneArmSettings(ServerSettings):
 
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
-        self.target(self.arm(policy=self.policy))  # raises if a header cannot hold it
+        self.target(self.arm(policy=self.policy))  # raises if no header can hold it
         return self
 
 

@@ -60,7 +60,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
     gateways: int = Field(1, ge=1, le=64, description="gateways that take requests in turn; each sees only its own")
     event_delay_ms: float = Field(
-        2.0, ge=0, description="milliseconds from a pod's publishing to a gateway's index; publishing itself takes 50"
+        2.0, ge=0, description="milliseconds from a pod's message to a gateway's index; it is sent 50 after the change"
     )
     network_ms: float = Field(
         1.0, ge=0, le=60_000, description="milliseconds between gateway and pod, one way, tokenizing included"
@@ -83,7 +83,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         0.15, gt=0, le=1, description="relative gap between knee and saturation at which the search ends"
     )
     point_s: float = Field(
-        20.0, gt=0, allow_inf_nan=False, description="virtual seconds over which a sweep's step lasts, at least"
+        20.0, gt=0, allow_inf_nan=False, description="least duration of a sweep's step, virtual seconds"
     )
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"

@@ -22,10 +22,10 @@ from loadgen.simulate.scenario import Scenario, SimulatedRun
 
 LATENCIES = 10
 """Least duration of a step, in median end-to-end latencies of the step below. While a fleet fills up, each request
-takes longer than the one before, as it does behind a growing queue. If a step looks saturated for that reason and its
-own latency is longer, the step is played again for this many times its own latency."""
+takes longer than the one before, as it does behind a growing queue. If a step looks saturated because requests end
+late, and it was shorter than this many times its own latency, it is played again for that long."""
 OVERLOADED = 3.0
-"""A step is not played again at this multiple of the latency below: filling up costs less than that."""
+"""A step is not played again if its latency is over this many times that of the step below: filling up costs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ def _step_s(curve: _Curve, rate: float, point_s: float) -> float:
 
 
 def _longer_s(curve: _Curve, rate: float, run: SimulatedRun, summary: Summary) -> float | None:
-    """Return the seconds for which the step is played again if the fleet may only have filled up; None: it stands."""
+    """Return the seconds for which the step is played again if the fleet may only have filled up; None: the result
+    stands."""
     latency_s, below_s = (summary.e2e.median_ms or 0.0) / 1e3, _latency_below_s(curve, rate)
     longer_s = LATENCIES * latency_s
     if achieved_share(run.records) >= MIN_ACHIEVED_SHARE or latency_s > OVERLOADED * below_s:

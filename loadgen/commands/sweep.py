@@ -31,8 +31,8 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
 
     A step is saturated in three cases: less than 90 % of its requests were good; they end at less than 95 % of the
     offered rate (over concurrency: more requests at a time bring hardly more throughput); or p99 of TTFT explodes. The
-    knee is the highest step below that. Exit status: 0, 1 if the server cannot be measured, 2 for bad flags, 3 if a
-    knee's numbers are invalid, 130 on Ctrl-C.
+    knee is the highest step below every saturated one. Exit status: 0, 1 if the server cannot be measured, 2 for bad
+    flags, 3 if a knee's numbers are invalid, 130 on Ctrl-C.
     """
 
     policies: list[str] = Field(
@@ -58,7 +58,7 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
     num_prompts: int = Field(100, ge=1, le=10_000_000, description="least number of requests per step")
     point_s: float = Field(
-        20.0, gt=0, allow_inf_nan=False, description="seconds over which the requests of a step are due, at least"
+        20.0, gt=0, allow_inf_nan=False, description="least time over which a step's requests are due, seconds"
     )
     ttft_growth: float = Field(
         10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"

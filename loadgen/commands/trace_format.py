@@ -42,7 +42,7 @@ def format_of(path: Path) -> str:
 
 
 def window(workload: Workload, start_s: float, end_s: float | None) -> tuple[int, int]:
-    """Return the first session at or after `start_s`, and how many begin before `end_s` (None: all)."""
+    """Return the first session at or after `start_s`, and how many from it on begin before `end_s` (None: all)."""
     assert workload.length is not None
     numbers = range(workload.length)
 

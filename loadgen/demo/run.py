@@ -32,7 +32,7 @@ ROUNDS = 2
 REPORT_S = 15.0
 """Time reserved for stopping the children and drawing the plots."""
 DRAIN_S = 6.0
-"""Time that a block lasts after its arrivals: two more turns with their pauses, and the reset before the block."""
+"""Time of a block besides that of its arrivals: two more turns with their pauses, and the reset before the block."""
 MIN_WINDOW_S, MIN_SESSIONS = 5.0, 6
 SLACK = 1.15
 """A block is cut off once it has taken this many times its share of the time. So the demo ends by about

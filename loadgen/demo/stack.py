@@ -25,7 +25,8 @@ REDIS_SOCKET = "redis.sock"
 LONGEST_SOCKET_PATH = 103
 """Bytes: sun_path in unix(7) has 108 on Linux and 104 on macOS, including the terminating byte."""
 ENGINE_NICENESS = 10
-"""Engines would use every core. Gateway and load generator go first, because elsewhere they have their own cores."""
+"""Engines would use every core. Gateway and load generator go first, because outside a demo they have their own
+cores."""
 EMULATED_RUNNING = 256
 """Requests that run at once on an emulated GPU: vLLM's default for one GPU."""
 SMALLEST_CHECKPOINT = (
@@ -54,8 +55,8 @@ class EngineKind:
 def cpu_engines(pool_tokens: int) -> EngineKind:
     """Return engines that compute, each with a KV pool of `pool_tokens`.
 
-    They run without --exact, which costs half as much again: the demo shows routing, at the speed that `sizing`
-    measured.
+    They run without --exact, because exact steps take half as long again, and the demo only shows routing. `sizing`
+    measures their speed.
     """
     return EngineKind(
         f"engines on CPU, one thread and {pool_tokens:,} tokens of KV pool each",

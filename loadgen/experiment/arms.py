@@ -78,7 +78,7 @@ def _with_ways(spec: ArmSpec, metrics_urls: Sequence[str], admin_urls: Sequence[
 
 
 def _of_arm(name: str, texts: Sequence[str], flag: str, names: Sequence[str]) -> list[str]:
-    """Return the URLs that hold for the arm, from texts `URL` and `ARM=URL`. Raises ValueError."""
+    """Return the URLs that apply to the arm, from texts `URL` and `ARM=URL`. Raises ValueError."""
     mine = []
     for text in texts:
         arm, has_arm, url = text.partition("=")

@@ -37,7 +37,8 @@ class Statistic(Protocol):
     """One number per arm, computed from weighted units."""
 
     def values(self, weights: Floats) -> tuple[Floats, Floats]:
-        """Return (baseline, arm) for each row of `weights` (resamples x units). Infinite: failures reach that rank."""
+        """Return (baseline, arm) for each row of `weights` (resamples x units). A quantile that falls on a failure is
+        infinite."""
         ...
 
 

@@ -19,7 +19,8 @@ GRID = np.concatenate(
 )
 """Ranks at which the values of each arm are cut into bins if there are very many; bins are finer near p99."""
 LEAST_BEYOND = 10
-"""Requests that must lie beyond a percentile for an interval: the bootstrap of a maximum is not an interval."""
+"""Requests that must lie beyond a percentile for an interval: a bootstrap of the largest values gives no valid
+interval."""
 
 
 @dataclass(frozen=True, slots=True)

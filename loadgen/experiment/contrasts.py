@@ -80,7 +80,7 @@ def _contrast(metric: Metric, baseline: str, arm: str, pairs: int, found: Effect
 
 
 def joint_confidence(arms: int) -> float:
-    """Return the confidence of each interval with which all of them hold in 95 % of experiments (Bonferroni)."""
+    """Return the confidence that each interval needs, so that all of them hold in 95 % of experiments (Bonferroni)."""
     return 1 - (1 - CONFIDENCE) / max(arms - 1, 1)
 
 

@@ -29,7 +29,7 @@ class Side:
     e2e_s: Floats
     prompt_tokens: Floats
     cached_tokens: Floats
-    """Both are 0 if usage was missing or the request failed."""
+    """Prompt and cached tokens are 0 if usage was missing or the request failed."""
     block_completed: Floats
     """Completed requests per round."""
     block_duration_s: Floats

@@ -106,7 +106,8 @@ def _arm(name: str, url: str, policy: str, blocks: Sequence[Block], experiment: 
 
 
 def _band(blocks: Sequence[Summary]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the ends of the blocks' own quantiles, between which the pooled ones lie; empty with one block."""
+    """Return the lowest and the highest of the blocks' quantiles; the pooled ones lie between them. Empty with one
+    block."""
     cdfs = np.array([summary.ttft.cdf_ms for summary in blocks if summary.ttft.cdf_ms])
     if len(cdfs) < 2:
         return (), ()
@@ -137,6 +138,6 @@ def _method(arms: int) -> dict[str, str]:
         f" by more than {MAX_LAG_SHARE:.0%} of the effect that is claimed (of the factor if the effect is larger; of"
         f" the means if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half the interval,"
         f" or by more than {MOST_LAG_SHARE:.0%} of the means. The"
-        f" lag counts {LATE_TWICE:g} times, because reading is as late as sending, and the other arm's"
-        " lag counts as none",
+        f" lag counts {LATE_TWICE:g} times, because reading is about as late as sending, and the other"
+        " arm is assumed to have none",
     }

@@ -24,7 +24,7 @@ from loadgen.measure.pods import PodMetrics, counted
 from loadgen.workloads.render import Renderer
 
 MOST_COUNTED = 10_000
-"""Sessions whose turns are counted for the progress display."""
+"""Maximum number of sessions whose turns are counted for the progress display."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEAST_ROUNDS = 2
-"""One round in each order (ABBA), so that a steady drift cancels and rounds can be told from sessions."""
+"""One round in each order (ABBA), so that a steady drift cancels, and so that the spread of rounds can be
+distinguished from that of sessions."""
 
 
 @dataclass(frozen=True, slots=True)

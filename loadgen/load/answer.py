@@ -14,10 +14,10 @@ from engine.contract.sse import DONE_DATA, SseDecoder
 
 DETAIL_CHARS = 300
 _OF_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""The fields that a token extends; a delta with none of them adds nothing."""
+"""The fields of a delta in which tokens come. A delta with none of them adds no token to the answer."""
 MAX_BODY_BYTES = 64 * 2**20
 MAX_TOKENS = 2**31 - 1
-"""The largest count that a record holds."""
+"""The largest token count that a record can store."""
 _POD, _POLICY = headers.POD.encode(), headers.POLICY.encode()
 
 
@@ -35,7 +35,8 @@ class StreamedAnswer:
         self.done: asyncio.Future[None] = loop.create_future()
         self.text: list[str] = []
         self.chunk_times_s: list[float] = []
-        """Times of all events with a choice, even without text: `vllm bench serve` counts the gaps between them."""
+        """Times of all events with a choice, even if it has no text: `vllm bench serve` counts the gaps between these
+        events."""
         self.first_token_s: float | None = None
         """Time of the first event that does more than open a chat with its role."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
@@ -98,7 +99,7 @@ class StreamedAnswer:
             self.fail("truncated", "the stream ended before its last event", now_s)
 
     def lost(self, reason: str, now_s: float) -> None:
-        if self._complete and self._stopped:  # the answer is complete
+        if self._complete and self._stopped:  # the answer needed no more bytes
             self._finish(self.finished_s)
         else:
             self.lost_connection = True
@@ -134,7 +135,7 @@ class StreamedAnswer:
             if choice.get("finish_reason"):
                 self._stopped = True
             elif not text and delta and "role" in delta and not any(map(delta.get, _OF_TOKENS)):
-                continue  # it opens the chat; engines may send it before the first token
+                continue  # this event opens the chat; engines may send it before the first token
             if self.first_token_s is None:
                 self.first_token_s = now_s
         if usage := event.get("usage"):

@@ -34,7 +34,8 @@ class ArrivalKind(StrEnum):
     USERS = "users"
     """`num_users` users; each begins a session every `user_gap_s`, from a random moment of the first gap."""
     CLOSED = "closed"
-    """`concurrency` sessions at a time; the next begins when one ends. Hides queueing: a slow server gets less load."""
+    """`concurrency` sessions at a time; the next begins when one ends. A slow server gets less load, which hides
+    queueing."""
     TRACE = "trace"
     """The workload's own times: `Session.start_s`."""
 
@@ -161,16 +162,18 @@ _IMPLIED: tuple[tuple[str, str], ...] = (
     ("concurrency", "closed"),
     ("burst_size", "burst"),
 )
-"""Flags that imply the process if `--arrival` is not given, as in vLLM; the first flag that is given counts."""
+"""Flags that imply the process if `--arrival` is not given, as in vLLM. The first of these flags that is given
+decides."""
 
 
 class ArrivalSettings(Settings):
-    """When requests are sent. Rates count sessions, or requests as in vLLM: the same if sessions have one turn."""
+    """When requests are sent. A rate is in sessions, or in requests as in vLLM. Both are equal if each session has one
+    turn."""
 
     arrival: Literal["poisson", "gamma", "constant", "burst", "ramp", "users", "closed", "trace"] | None = Field(
         None,
         description="how sessions arrive; closed: --concurrency at a time; trace: at the workload's own"
-        " times; none: as other flags imply (--burstiness gamma, --num-users users, ...), else poisson",
+        " times; none: the one that another flag implies (--burstiness: gamma, --num-users: users, ...), else poisson",
     )
     session_rate: float = Field(1.0, gt=0, description="sessions per second; inf: all at once")
     request_rate: float | None = Field(

@@ -76,7 +76,8 @@ class Client:
         intended_s: float = math.nan,
         deadline_s: float = math.inf,
     ) -> Call:
-        """Return a request with its body and its prompt's fingerprints. Called ahead of time, it saves tens of us."""
+        """Return a request with its body and its prompt's fingerprints. Making them takes tens of us, so do it ahead of
+        time."""
         target = self.target
         if target.endpoint == "chat":
             prompt: dict[str, Any] = {"messages": messages}
@@ -180,7 +181,7 @@ class Client:
         )
         return record, "".join(answer.text)
 
-    # -- everything around them ----------------------------------------------------------------------------------
+    # -- requests that are not measured --------------------------------------------------------------------------
 
     async def model_id(self) -> str:
         """Return the model that requests name: the given one, else the first of `/v1/models`. Raises ServerUnusable."""
@@ -202,7 +203,7 @@ class Client:
         return body.decode(errors="replace")
 
     async def warm_connections(self, count: int) -> None:
-        """Open `count` connections for requests within the next 30 s. Raises ServerUnusable."""
+        """Open `count` connections now. Requests of the next 30 s can use them. Raises ServerUnusable."""
         try:
             async with asyncio.timeout(self.target.timeout_s):
                 await asyncio.gather(*(self._pool.open_ahead() for _ in range(count)))

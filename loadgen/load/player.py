@@ -1,4 +1,5 @@
-"""Plays sessions against a server: each at its intended time, its follow-ups after the answer and a pause."""
+"""Plays sessions against a server: each begins at its intended time, and its later turns follow an answer and a
+pause."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload
 
 QUANTUM_S = 0.001
-"""The dispatcher wakes at most this often and sends all due requests: the resolution of the event loops' timers."""
+"""Shortest sleep of the dispatcher, which then sends all due requests. It is the resolution of the event loops'
+timers."""
 AHEAD_S, AHEAD_CALLS = 0.25, 256
-"""First requests are built up to AHEAD_S before they are due, at most AHEAD_CALLS, so that a burst leaves at once."""
+"""The first requests of up to AHEAD_CALLS sessions are built up to AHEAD_S before they are due, so that a burst is sent
+without delay."""
 TURN_S = 0.002
-"""Longest time for which the dispatcher builds requests ahead before answers are read; waiting distorts their times."""
+"""Longest time for which the dispatcher builds requests without a break. Meanwhile no answer is read, so times are
+late."""
 
 UNREACHED_S = 1.0
 """Pause of a user of a closed loop whose request got no connection. A refusal takes 0.1 ms, so without a pause a server
@@ -68,7 +72,8 @@ class RunSpec:
     arrivals: ArrivalSpec
     seed: int
     time_limit_s: float
-    """The arm ends here: requests in flight are recorded as failed 'cut off', the others count as not sent."""
+    """Seconds after which the arm ends. Requests in flight are then recorded as failed 'cut off'; later ones are not
+    sent."""
     sessions: int | None = None
     """Number of sessions; None: as many as the workload has and the time limit allows."""
     first_session: int = 0
@@ -77,10 +82,11 @@ class RunSpec:
     max_in_flight: int | None = None
     """Maximum of requests in flight; others wait, and their latency counts from their intended send time."""
     keep_gaps: bool = False
-    """Whether to keep each request's gaps on disk."""
+    """Whether to keep the gaps between the chunks of each answer, on disk."""
     worker: int = 0
     workers: int = 1
-    """This process plays every `workers`-th session, from `worker` on; its caps are already its share."""
+    """This process plays every `workers`-th session, beginning with session `worker`. The caps in its spec are its
+    share."""
 
 
 @dataclass(slots=True)
@@ -143,7 +149,7 @@ async def play(
 
 
 class _Schedule:
-    """This worker's sessions with their start times, made one at a time; counts the requests that they plan."""
+    """Makes this worker's sessions with their start times, one at a time, and counts the requests of these sessions."""
 
     def __init__(self, workload: Workload, spec: RunSpec, start_s: float) -> None:
         self._workload = workload
@@ -153,12 +159,13 @@ class _Schedule:
         self._sessions = self._draw()
 
     def next(self) -> tuple[float, Session] | None:
-        """Return the next session and its start on the run's clock; None: no more. Raises ValueError if out of
-        order."""
+        """Return the next session and its start on the run's clock; None: no session is left. Raises ValueError if the
+        session starts before the previous one."""
         return next(self._sessions, None)
 
     async def planned(self, begun: int) -> int:
-        """Return the requests of all sessions, drawn or not. If the number of sessions is open, return `begun`."""
+        """Return the number of requests of all sessions, begun or not. If the number of sessions is open, return
+        `begun`."""
         if self._spec.sessions is None and self._workload.length is None:
             return begun
         for count, _ in enumerate(self._sessions):
@@ -174,7 +181,7 @@ class _Schedule:
         offsets = None if spec.arrivals.kind in _TIMELESS else start_times_s(spec.arrivals, spec.seed)
         first_s, last_s = None, 0.0
         for number in numbers:
-            offset_s = next(offsets) if offsets else 0.0  # drawn for other workers' sessions too: same times
+            offset_s = next(offsets) if offsets else 0.0  # drawn for all workers' sessions, so times agree
             if first_s is None and spec.arrivals.kind is ArrivalKind.TRACE:
                 # a block of a trace starts with its own first session, not with the trace's
                 first_s = self._trace_time_s(self._workload.session(number)) if spec.first_session else 0.0

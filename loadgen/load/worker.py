@@ -50,7 +50,7 @@ def main() -> None:
             uvloop.run(_work(job))
     finally:
         shutil.rmtree(job.folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it has other workers' folders, or the parent removed it
+        with contextlib.suppress(OSError):  # other workers' folders are in it, or the parent removed it
             job.folder.parent.rmdir()
 
 

@@ -24,7 +24,7 @@ from loadgen.measure.records import Records
 from loadgen.workloads.base import Workload
 
 READY_S = 60.0
-"""Time limit for a worker to import, to unpickle its job and to ask for the model."""
+"""Time limit for a worker to import its modules, to unpickle its job and to ask for the model."""
 LEAD_S = 0.2
 """Time between the start message and the start: by then, every worker has it and has built its first requests."""
 GRACE_S = 60.0

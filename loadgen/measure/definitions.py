@@ -17,7 +17,7 @@ DEFINITIONS = {
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
     f" flight. A run alone is invalid if {LATE_TWICE:g} times the part of the mean, median, p90 or p99 TTFT that"
-    f" is lag exceeds {MAX_LAG_SHARE:.0%}, since reading is as late as sending. A comparison is judged by how much"
+    f" is lag exceeds {MAX_LAG_SHARE:.0%}, because reading is about as late. A comparison is judged by how much"
     " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
     " request as infinitely slow and is absent if more than 1 % failed",
@@ -42,8 +42,8 @@ DEFINITIONS = {
     "duplicate_prompts": "requests whose whole prompt had been sent before in the same block",
     "pods": "every pod that answered at the arm's address in any run; a pod that an arm never used counts as zero",
     "mean_in_flight": "request-seconds between sending and end / duration",
-    "imbalance": "largest / mean over the pods of mean_in_flight, 1 is balance; request_imbalance: of request counts",
-    "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 is balance, 1/n one pod has all",
+    "imbalance": "largest / mean over the pods of mean_in_flight, 1 if balanced; request_imbalance: of request counts",
+    "jain_index": "(sum x)^2 / (n sum x^2) of the pods' mean_in_flight: 1 if balanced, 1/n if one pod has all",
     "failed": "requests that ended without a complete answer, by reason; no mean includes their latency",
     "not_sent": "follow-ups of a failed turn, and requests left when the time limit ended the run",
 }

@@ -65,7 +65,8 @@ def imbalance(loads: Floats) -> float | None:
 
 
 def jain_index(loads: Floats) -> float | None:
-    """Return (sum x)^2 / (n sum x^2): 1 balanced, 1/n one has all; None: no load (Jain, Chiu, Hawe, DEC TR-301)."""
+    """Return (sum x)^2 / (n sum x^2): 1 if balanced, 1/n if one pod has all; None: no load (Jain, Chiu, Hawe, DEC
+    TR-301)."""
     squares = float((loads**2).sum())
     return float(loads.sum() ** 2 / (len(loads) * squares)) if squares else None
 

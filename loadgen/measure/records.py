@@ -200,7 +200,8 @@ class RecordLog:
     process.
 
     `start_s` is the run's start on the clock of the records. `keep_gaps`: keep each request's gaps on disk. `kept_keys`
-    bounds the prefix keys: they are kept for the first requests that end, until those of the next one would not fit.
+    bounds the prefix keys: they are kept for the first requests that end, until the keys of the next request would not
+    fit.
     """
 
     def __init__(self, start_s: float = 0.0, *, keep_gaps: bool = False, kept_keys: int = KEPT_KEYS) -> None:

@@ -17,7 +17,8 @@ from loadgen.measure.records import Ints, Records
 STRIDE_BYTES = 256
 """Bytes per prefix key: `engine.contract.keys.DEFAULT_STRIDE_BYTES`."""
 WARM_START = 0.02
-"""If more is cached than the run could have left, by this share of its tokens, the caches were not empty at first."""
+"""If the run found more cached tokens than it could have left, by over this share of its prompt tokens, the caches were
+not empty at first."""
 NO_KEYS = np.empty(0, np.uint64)
 
 
@@ -30,7 +31,7 @@ class Attainable:
     cached_tokens: int = 0
     attainable_tokens: float = 0.0
     most_tokens: float = 0.0
-    """The same with each hit a stride longer: keys cover whole strides of bytes, engines count tokens."""
+    """Attainable tokens if each hit were a stride longer: keys cover whole strides of bytes, engines count tokens."""
     duplicated_tokens: float = 0.0
     """Tokens prefilled although they were attainable: sum over requests of max(0, attainable - cached)."""
 

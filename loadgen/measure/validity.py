@@ -12,7 +12,7 @@ from loadgen.result.model import Validity
 MAX_LAG_SHARE = 0.05
 """If the generator's lag may be more than this share of a figure, the figure says too much about the generator."""
 LATE_TWICE = 2.0
-"""Only the lag of sending is known. An event loop that is late to send is as late to read, so lag counts twice."""
+"""Only the lag of sending is known. An event loop that sends late reads about as late, so lag counts twice."""
 MAX_FAILED_SHARE = 0.5
 """With more failures than this, the other requests are not a sample of the workload."""
 _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}

@@ -24,7 +24,7 @@ from loadgen.output.units import MISSING, clipped, count, duration, milliseconds
 LINE_EVERY_S = 5.0
 REFRESH_PER_S = 2
 _KINDS_TOLD, _DETAIL_CHARS = 8, 300
-"""Kinds of failure that are reported while arms run, and the characters of each message."""
+"""Maximum number of kinds of failure that are reported while arms run, and of characters in each message."""
 _SMALLEST_S, _GROWTH, _BUCKETS = 1e-4, 1.02, 1000
 """Buckets 2 % wide from 0.1 ms to 11 hours."""
 

@@ -37,7 +37,8 @@ class Paths:
 def save(result: Result, folder: Path, formats: Collection[Format] = DEFAULT_FORMATS) -> Paths:
     """Write those of result.json, report.html, report.md, result.csv and plot-<name>.png that are in `formats`.
 
-    Makes `folder`. Raises OSError if a file cannot be written. If the folder cannot be written, nothing is drawn first.
+    Makes `folder`. Raises OSError if a file cannot be written. If the folder cannot be written, it fails before it
+    draws anything.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return Paths(

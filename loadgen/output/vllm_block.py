@@ -1,4 +1,5 @@
-"""The console block of `vllm bench serve` with its row names, so that existing parsers find their lines; then ours.
+"""The console block of `vllm bench serve` with its row names, so that existing parsers find their lines; then our own
+block.
 
 Every number in vLLM's block means the same as in vLLM: TTFT and E2EL count from the actual send time. Our own numbers
 are in our block.

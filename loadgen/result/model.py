@@ -147,7 +147,7 @@ class Summary(_Model):
     request_imbalance: float | None
     """Largest / mean over the pods of the number of requests."""
     jain_index: float | None
-    """(sum x)^2 / (n sum x^2) over the pods' mean requests in flight: 1 balanced, 1/n one has all."""
+    """(sum x)^2 / (n sum x^2) over the pods' mean requests in flight: 1 if balanced, 1/n if one pod has all."""
     pods: dict[str, PodShare]
     reuse: Reuse
     goodput: Goodput | None = None

@@ -129,7 +129,8 @@ def bench_json(
 
 
 def from_send(summary: Summary) -> tuple[Distribution, Distribution]:
-    """Return TTFT and E2E as vLLM measures them; E2E counts from the intended time if the other was not measured."""
+    """Return TTFT and E2E as vLLM measures them; E2E counts from the intended time if that from the actual time was not
+    measured."""
     measured = summary.e2e_from_send.mean_ms is not None
     return summary.ttft_from_send, summary.e2e_from_send if measured else summary.e2e
 

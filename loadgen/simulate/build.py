@@ -10,7 +10,7 @@ from loadgen.simulate.pod import PodSpec
 
 PROFILE_NAMES = tuple(PROFILES)
 MAX_BLOCKS = 100_000_000
-"""Limit over all pods. Each block takes about 50 bytes, even if it is empty."""
+"""Limit of the blocks of all pods together. Each block takes about 50 bytes, even if it is empty."""
 
 
 def emulated_pods(

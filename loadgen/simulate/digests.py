@@ -12,14 +12,15 @@ from engine.cache.sequence import CachedSequence
 
 _PIECE_TOKENS = 512
 _PIECES = 8192
-"""Pieces kept, the most recently used: about 8 KB each with blocks of 16 tokens."""
+"""Number of pieces that are kept, the most recently used ones. With blocks of 16 tokens, each takes about 8 KB."""
 
 _Key = tuple[int, bytes, bytes, bytes]
 _Blocks = tuple[list[bytes], list[bytes]]
 
 
 class SharedDigests:
-    """Digests and contents of the blocks in a piece of a prompt, by everything that determines them."""
+    """Digests and contents of the blocks in a piece of a prompt. The key of a piece has everything that determines
+    them."""
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[_Key, _Blocks] = OrderedDict()

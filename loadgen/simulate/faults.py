@@ -16,7 +16,7 @@ class FaultKind(StrEnum):
     JOIN = "join"
     """A new, cold pod becomes ready."""
     SLOW = "slow"
-    """From now on, the pod's steps take 1 / speed of the time."""
+    """From now on, a step of the pod takes the profile's time / speed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class FleetSpec:
     share_delay: float = 1.0
     """Delay of messages between gateways, relative to the measured delay of real gateways (`telling.py`)."""
     scrape_delay_s: float = 0.01
-    """Delay between a pod's answer to a scrape and its use."""
+    """Delay between a pod's answer to a scrape and the moment when the router uses that answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +261,8 @@ class Simulation:
     def _lost(self, flight: _Flight, attempt: int) -> None:
         """Handle the loss of a request's pod: retry on another pod if no token came yet, else fail the request.
 
-        Do nothing if the end of the answer was already on its way.
+        Do nothing if the request has ended meanwhile, because the end of its answer was on its way, or if it was
+        retried.
         """
         if flight.offered.number not in self._flights or len(flight.tried) != attempt:
             return
@@ -376,9 +377,8 @@ class Simulation:
     # -- periodic actions -----------------------------------------------------------------------------------------
 
     def _again(self, periodic: _Periodic) -> None:
-        """Do the action, and repeat it a period later. Nothing changes on an idle fleet, so the action then waits for
-        the next request, and hours without requests take no time.
-        """
+        """Do the action, and repeat it a period later. In an idle fleet nothing changes. So the action waits there for
+        the next request, and simulating idle hours takes no time."""
         periodic.act()
         periodic.due_s = self.timeline.now_s + periodic.every_s
         if self._flights:

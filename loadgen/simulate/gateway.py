@@ -90,11 +90,10 @@ class Gateway:
         life: int = 0,
         number: int = 0,
     ) -> None:
-        """`publishes`: the engines report to the registry, as ours do; otherwise the gateway knows only what passed
-        through. `made`: the policy, if it is not the one named `policy`. `capacity`: returns the tokens of a pod's
-        cache and of its blocks by the pod's name, if the pod tells them. `life`: above 0, the gateway tells other
-        gateways what it sends to pods that publish nothing. `number`: different for each gateway.
-        """
+        """`publishes`: the engines report to the registry, as ours do; otherwise the gateway knows only what it passed
+        on. `made`: the policy, if it is not the one named `policy`. `capacity`: returns, for a pod's name, how many
+        tokens its cache and one block hold, or None if the pod does not tell. `life`: if above 0, the gateway tells
+        other gateways what it sends to pods that publish nothing. `number`: different for each gateway."""
         self.name = policy
         self.takes_reports = publishes
         self.scrape_s = 0.0 if publishes else PERIOD_S
@@ -183,7 +182,7 @@ class Gateway:
         """See `Router`."""
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
-        told = cached_tokens if self.takes_reports else None  # other engines tell it at the end of an answer
+        told = cached_tokens if self.takes_reports else None  # other engines report this count at an answer's end
         opened.lease.first_token(told)
         if opened.told is not None:
             opened.told.began(told)
@@ -218,7 +217,8 @@ class Gateway:
             self._notebook.on_first = on_first
 
     def told_at_s(self, gateways: int) -> float:
-        """Return when this gateway next tells the others, by the number of gateways; infinite: nothing to tell."""
+        """Return when this gateway next sends messages to the others, if there are `gateways`; infinite: it has nothing
+        to tell."""
         if self._notebook is None:
             return math.inf
         return self._pace.due_s(self._notebook.oldest_s, self._notebook.oldest_routed_s, gateways)

@@ -1,4 +1,5 @@
-"""The lower bound: `predicted_ttft`'s decision with every pod's exact cache, queue and cost at that instant."""
+"""The measure for other routers: `predicted_ttft`'s decision with each pod's exact cache, queue and cost at that
+moment."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class _Waiting:
 
 
 class Omniscient:
-    """A `Router` that sees the pods' state. For requests still waiting at a pod, it knows what they will add."""
+    """A `Router` that sees the pods' state. It also knows what the requests that wait at a pod will add to the
+    cache."""
 
     name = "omniscient"
     scrape_s = 0.0
@@ -114,7 +116,7 @@ class Omniscient:
 
 
 def exact_cost(profile: SimProfile, speed: float) -> StepCost:
-    """Return the profile's constants in seconds; its floor is the fixed part, because most steps only decode."""
+    """Return the profile's constants in seconds. The base is the profile's floor w0, because most steps only decode."""
     scale = 1e-3 / speed
     return StepCost(
         profile.w0_ms * scale,

@@ -35,7 +35,7 @@ class PodSpec:
     name: str
     profile: SimProfile
     speed: float = 1.0
-    """Steps take 1 / speed of the profile's time."""
+    """A step takes the profile's time / speed."""
     block_size: int = 16
     kv_tokens: int = 0
     """Tokens whose KV the pool holds; 0: the profile's value."""
@@ -48,7 +48,7 @@ class PodSpec:
     pin_share: float = 0.0
     """Share of the pool that requests may pin."""
     keep_share: float = 0.0
-    """Share of the pool that may be kept, without a request for it, while a tool runs."""
+    """Share of the pool that may be kept while a tool runs, although no client asked for that."""
     noise: StepNoise | None = None
     """None: steps take exactly the profile's time."""
     tiers: TierSpec | None = None
@@ -64,7 +64,7 @@ class Report:
     """Keys that are now in the pool and were not before."""
     load: LoadReport
     below: tuple[Keys, Keys] = ((), ())
-    """The same for host memory and disk."""
+    """Keys stored in host memory, and keys stored on disk."""
 
 
 class SimPod:
@@ -126,7 +126,7 @@ class SimPod:
         self._again_s = math.inf
         self._tell_at_s = math.inf
         self._begun = 0
-        """Number of steps and runs that have begun."""
+        """Number of steps and runs that have begun; only noise needs it."""
 
     def submit(self, request: Request) -> None:
         """Queue the request. Raises QueueFull, and ValueError for a request that can never run."""
@@ -151,13 +151,13 @@ class SimPod:
         self._turn += 1
 
     def slow_to(self, speed: float) -> None:
-        """Take 1 / `speed` of the profile's time from the next step on."""
+        """Let steps take the profile's time / `speed`, from the next step on."""
         self._next_speed = speed
         if self._plan is not None and self.scheduler.run_steps > 1:
             self._cut_run()
 
     def step_end_s(self) -> float:
-        """Return when the current step ends, in a run its current step; now for an idle pod."""
+        """Return when the current step ends (in a run, the single step that is in progress); for an idle pod, now."""
         if self._plan is None:
             return self._timeline.now_s
         steps = self._steps

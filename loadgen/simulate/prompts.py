@@ -36,7 +36,7 @@ class MadePrompt:
 
 
 class PromptMaker:
-    """Makes token ids of prompts: equal pieces have equal ids. Long pieces are cached, the most recently used ones."""
+    """Makes token ids of prompts: equal pieces have equal ids. The most recently used pieces are cached."""
 
     def __init__(self, seed: int, stride_bytes: int) -> None:
         self._seed = seed
@@ -81,7 +81,7 @@ class PromptMaker:
 
 
 class SharedSpans:
-    """Prefix keys with an engine's spans. Equal keys come at equal places, so prompts share most of their spans."""
+    """Makes prefix keys into an engine's spans. A key always ends at the same token, so prompts can share its span."""
 
     def __init__(self, stride_bytes: int) -> None:
         self._key_tokens = stride_bytes // TOKEN_BYTES

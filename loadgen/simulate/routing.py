@@ -41,7 +41,7 @@ class Scrape:
 
 
 class Router(Protocol):
-    """One gateway. It knows only what these methods tell it; every time is on the simulation's clock."""
+    """One gateway. It knows only what these methods tell it. All times are on the simulation's clock."""
 
     name: str
     scrape_s: float

@@ -1,4 +1,5 @@
-"""The engine's scheduler with runs of decode steps; otherwise an emulated pod would spend its time planning each."""
+"""The engine's scheduler with runs of decode steps. Planning every single step would take most of a simulation's
+time."""
 
 from __future__ import annotations
 
@@ -19,9 +20,8 @@ class RunScheduler(Scheduler):
     def schedule_run(self, max_steps: int) -> StepPlan | None:
         """Start the next step and return it; None if nothing waits or runs.
 
-        If the step only decodes and nothing waits, it stands for a run of up to `max_steps` steps: until a request
-        reaches its length, or as long as free blocks last.
-        """
+        If the step only decodes and nothing waits, it stands for a run of up to `max_steps` steps. The run ends when a
+        request reaches its length. If the free blocks do not suffice for the whole run, it is one step."""
         self._most_steps = max_steps
         try:
             return self.schedule()
@@ -44,12 +44,12 @@ class RunScheduler(Scheduler):
         for entry, new in alive:
             stops = entry.request.stop_token_ids
             if not 0 < len(new) == steps <= self.run_steps or (stops and not stops.isdisjoint(new[:-1])):
-                raise ValueError(f"request {entry.request.id}: {len(new)} tokens end no run of {self.run_steps} steps")
+                raise ValueError(f"request {entry.request.id}: {len(new)} tokens for a run of {self.run_steps} steps")
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size
-        # All requests take their blocks before one gives its own back, as in single steps, which begin before answers
-        # end.
+        # All requests take their blocks before any request gives blocks back. So do single steps: a step takes its
+        # blocks when it begins, and answers end after it.
         for entry, new in alive:
             entry.request.output_tokens.extend(new)
             known = entry.known_tokens
@@ -74,7 +74,8 @@ class RunScheduler(Scheduler):
         ]
 
     def _run_length(self, plan: StepPlan, max_steps: int) -> int:
-        """Count the steps like this one until a request may end, within the free blocks; 1 if more must be decided."""
+        """Return how many equal steps follow until a request may end; 1 if blocks are missing or more must be
+        decided."""
         chunks = plan.chunks
         if max_steps == 1 or self._waiting or not all(chunk.decodes for chunk in chunks):
             return 1

@@ -82,7 +82,8 @@ def play(scenario: Scenario, arm: str, on_record: Callable[[RequestRecord], None
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Collect garbage once, and not during the run: a run makes no cycle but itself, and scanning caches takes long."""
+    """Collect garbage before the run, not during it. Until it ends, a run leaves no cycles, and scanning its caches
+    takes long."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """The delay of messages between gateways: all of them write to and read from one Redis stream.
 
 A reader takes all entries that came before its next read, as `router.registry.beliefs_reader` does. The gateways' own
-timing is simulated. The rest, a way to Redis or back, is drawn for each message:
+timing is simulated. The rest, the delay of one way to Redis or back, is drawn for each message:
 
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
@@ -25,7 +25,8 @@ from router.registry.beliefs import BeliefMessage
 from router.registry.beliefs_pace import ReadPace
 
 NETWORK_S = 0.00025
-"""One way between two machines of a cluster: an assumption, not measured; 0.5 ms between two gateways."""
+"""Delay of one way between two machines of a cluster. It is assumed, not measured, and makes 0.5 ms between two
+gateways."""
 CPU_S = 0.00035
 """Median time of encoding, system calls, Redis, decoding and other work of the event loop, one way."""
 SPREAD = 0.6

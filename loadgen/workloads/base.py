@@ -1,6 +1,6 @@
 """The form of every workload: sessions of turns, with prompts made of pieces.
 
-A piece is text with a name: equal key and length mean equal text. So a workload says what is shared without holding
+A piece is text with a key: equal keys and lengths mean equal text. So a workload says what is shared without holding
 any text. The client renders pieces when it sends them (`render.py`), and a simulator counts their tokens; both see the
 same sharing.
 """
@@ -16,7 +16,8 @@ Style = Literal["prose", "question", "code"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text determined by key, style and length. A shorter piece of the same key and style begins a longer one."""
+    """Text determined by key, style and length. A shorter piece is the beginning of a longer one of the same key and
+    style."""
 
     key: str
     tokens: int
@@ -28,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message; blank lines join its pieces."""
+    """One message. Its pieces are separated by blank lines."""
 
     role: Literal["system", "user", "assistant"]
     pieces: tuple[Piece, ...]

@@ -37,7 +37,8 @@ class Chat:
     edit_share: float = 0.0
     """Probability that a turn's question is replaced by another; the conversation continues from the new one."""
     branch_after_s: float = 10.0
-    """Seconds between the earliest send time of a question and its regeneration or edit: reading the answer."""
+    """Seconds from the earliest send time of a question to its regeneration or edit. Meanwhile the user reads the
+    answer."""
     _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "tenants"

@@ -140,7 +140,7 @@ def _said(entry: Entry, field: str, who: str, what: str) -> list[tuple[Literal["
                 f"{entry.where}: field '{field}[{place}]' must have {who!r} of {', '.join(_ROLES)} and text in"
                 f" {what!r}; got {shown(message)}"
             )
-        # An array may hold half of a surrogate pair, which no request can.
+        # Text in a JSON array may have half of a surrogate pair, which no request may have.
         out.append((_ROLES[role], text.encode(errors="replace").decode()))
     return out
 

@@ -51,7 +51,8 @@ class Zipf:
         if count >= self.count:
             return rng.sample(range(self.count), self.count)
         found: dict[int, None] = {}
-        # Popular items are drawn again and again, so the rest is filled with the most popular items left.
+        # Popular items are drawn again and again. So the number of draws is limited, and then the most popular items
+        # that are left fill the rest.
         for _ in range(20 * count):
             found[self.draw(rng)] = None
             if len(found) == count:

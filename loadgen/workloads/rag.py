@@ -1,4 +1,5 @@
-"""Questions over retrieved documents. Documents are shared; their order decides whether a prefix cache gains by it."""
+"""Questions over retrieved documents. Prompts share documents. Whether a prefix cache can use that depends on their
+order."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Rag:
     document_tokens: int = 600
     documents_per_question: int = 4
     rag_order: RagOrder = "shuffled"
-    """fixed: the document found first always brings the same others in the same order. shuffled: each document is drawn
-    independently, in any order. sorted: the same draws, in the order of the documents' numbers."""
+    """fixed: the document found first always comes with the same other documents, in the same order. shuffled: each
+    document is drawn independently, in any order. sorted: the same draws, in the order of the documents' numbers."""
     instruction_tokens: int = 100
     question_tokens_min: int = 20
     question_tokens_max: int = 60
@@ -49,7 +50,8 @@ class Rag:
         return self.document_tokens
 
     def session(self, number: int) -> Session:
-        """Return one question with its documents. Its group is the first document, the only one a prefix can share."""
+        """Return one question with its documents. Its group is the first document, because only prompts with the same
+        first document share document tokens."""
         rng = rng_of(self.seed, "session", checked(number, None))
         found = self._retrieved(rng)
         pieces = [Piece(f"d{self.seed}-{document + 1}", self.document_tokens) for document in found]

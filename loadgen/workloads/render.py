@@ -13,7 +13,8 @@ CACHED_CHARACTERS = 300
 PROSE_CHARACTERS_PER_WORD = 6.4
 """Characters per word of `Phrasebook.prose`, including the space."""
 CODE_TOKENS_PER_CHARACTER = 1.3
-"""Tokens per character of code / of prose: names and brackets take more tokens. It is 1.25 with the engine's BPE."""
+"""Tokens per character of code, divided by those of prose: names and brackets take more. With the engine's BPE it is
+1.25."""
 BRACKET_TOKENS, KEY_TOKENS_PER_CHARACTER = 2, 0.75
 """Tokens of the brackets around the key at the beginning of a text, and tokens per character of the key, whose
 characters partly merge."""
@@ -53,7 +54,8 @@ class Renderer:
         return text
 
     def messages(self, session: Session, turn: int, answers: Mapping[int, str]) -> list[dict[str, str]]:
-        """Return the request of a turn. `answers`: by turn, for the turns it follows. Raises KeyError without one."""
+        """Return the messages of a turn. `answers` maps each turn that it follows to the answer. Raises KeyError if one
+        is missing."""
         out: list[dict[str, str]] = []
         for step in conversation(session, turn):
             out += [self._message(message) for message in session.turns[step].messages]

@@ -20,9 +20,9 @@ def lru_hit_rate(
 ) -> HitRate:
     """Return the rate of a single LRU cache that all prompts use in turn. `capacity_tokens` None: it forgets nothing.
 
-    `prompts`: block ids and input tokens of each, as from `Trace.prompts`. Only the leading blocks that are all cached
-    count. A block is identified with its prefix, so ids need not be chained. A prompt's first block is used last, so
-    that eviction never removes the beginning of what stays.
+    `prompts`: block ids and input tokens of each, as from `Trace.prompts`. A prompt's hits are its leading blocks up to
+    the first one that is not cached. A block is identified by its own id and all ids before it, so ids need not be
+    chained. A prompt's first block is used last, so that eviction never removes the beginning of what stays.
     """
     capacity = None if capacity_tokens is None else capacity_tokens // block_tokens
     cached: OrderedDict[int, None] = OrderedDict()

@@ -17,16 +17,17 @@ from loadgen.workloads.files import DatasetError, Entry, csv_entries, jsonl_entr
 
 MOONCAKE_BLOCK_TOKENS, BAILIAN_BLOCK_TOKENS = 512, 16
 MAX_TOKENS = 2**24
-"""Limit of a prompt or an answer: more than any model takes, and still small enough for memory."""
+"""Limit of the tokens of a prompt or an answer: more than any model takes, and still small enough for memory."""
 MAX_SPAN_S = 1e9
 """Limit of a trace's length, 32 years: a longer one has times in another unit, and a clock would lose precision."""
 LONG_BLOCK_TOKENS = 64
-"""Shorter blocks are rendered as questions, whose first words are shorter than headings: sizes are more exact."""
+"""Shorter blocks are rendered as questions. These begin with fewer words than prose with headings, so sizes are more
+exact."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """One request per session, in order of time; columns by row of the file."""
+    """One request per session, in order of time. The columns are in the order of the file."""
 
     name: str
     path: str

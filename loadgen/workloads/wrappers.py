@@ -32,7 +32,8 @@ S = TypeVar("S", bound=Scalable)
 
 @dataclass(frozen=True, slots=True)
 class Recycled:
-    """A fixed pool of sessions, sent repeatedly: later rounds find whole prompts in the cache, including suffixes."""
+    """A fixed pool of sessions, sent repeatedly: every repetition finds whole prompts in the cache, including
+    suffixes."""
 
     workload: Workload
     pool: int
@@ -49,7 +50,7 @@ class Recycled:
         return None
 
     def session(self, number: int) -> Session:
-        """Return the pool's session with its own number."""
+        """Return a session of the pool under the requested number."""
         again = self.workload.session(checked(number, None) % self.pool)
         return replace(again, number=number, start_s=None)
 
@@ -123,7 +124,7 @@ class Sized:
 
 
 def working_set_tokens(workload: Scalable) -> float:
-    """Return the shared tokens that recur: units times their mean size. Histories recur too, but do not count."""
+    """Return the shared tokens that recur: units times their mean size. Histories recur too, but are not counted."""
     return float(getattr(workload, workload.units) * workload.unit_tokens)
 
 

@@ -1,4 +1,4 @@
-"""The cost of telling other gateways about a request, and of hearing about theirs: `python -m
+"""The cost of telling other gateways about a request, and of hearing about requests from them: `python -m
 tests.bench.bench_beliefs`.
 
 The figures are CPU time in us per request of 24 prefix keys, 8 of them a system prompt. Batches have 17 requests, as
@@ -120,7 +120,7 @@ class Listening(End):
 
 
 def taken(notebook: Notebook, now_s: float) -> bytes:
-    """Return the message of everything that the notebook has to tell."""
+    """Return the message with everything that the notebook has not yet told."""
     return encode(notebook.take(now_s))
 
 

@@ -6,9 +6,9 @@ small machine, those connections would take so much CPU that they would be measu
 time from the decision at one gateway to its effect at another, in the index and in the load of its pod. All processes
 share one clock.
 
-Rows in which gateways tell at once stand beside rows in which they tell in batches, as they tell all other news. CPU is
-that of the gateways, including decisions, probes and the load of their engines. Other work on the machine makes
-everything later, so compare only rows of one session.
+Each load has two rows. In the first, gateways tell of each request at once. In the second, they tell of requests in
+batches, as of all other news. CPU is that of the gateways, including decisions, probes and the load of their engines.
+Other work on the machine makes everything later, so compare only rows of one session.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOADS = ((2, 50.0), (2, 500.0))
 MANY = (10, 2000.0)
 PROMPT_BYTES = 6000
 BATCHES_PAUSE_S = 0.01
-"""Pause after a read when gateways still told everything in batches."""
+"""Pause after a read in the version in which gateways told everything in batches."""
 Pipe = multiprocessing.connection.Connection
 
 
@@ -159,7 +159,7 @@ def _ended(lease: Lease, told: Told) -> None:
 
 @contextlib.contextmanager
 def beside(serve: object, *arguments: object) -> Iterator[Pipe]:
-    """Run `serve(pipe, *arguments)` in a process; the last message sent to it ends it."""
+    """Run `serve(pipe, *arguments)` in a process. A message of None ends it after the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments))  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def measure(count: int, rate: float, seconds: float, *, at_once: bool) -> str:
     heard_s = [times_s for times_s, _ in told]
     decided_s = {request: min(times[request] for times in heard_s if request in times) for request in heard_s[0]}
     late_ms = sorted(1e3 * (times[r] - decided_s[r]) for times in heard_s for r in times if r in decided_s)
-    late_ms = late_ms[len(decided_s) :]  # leave out those of the deciding gateway itself
+    late_ms = late_ms[len(decided_s) :]  # leave out the deciding gateways' own, which are 0
     cpu_us = 1e6 * sum(cpu_s for _, cpu_s in told) / len(decided_s)
     p10, p50, p90, p99 = (late_ms[len(late_ms) * percent // 100] for percent in (10, 50, 90, 99))
     return (

@@ -3,8 +3,8 @@
     python -m tests.bench.bench_beliefs_pace
 
 The bench runs in virtual time, with the production publishers and readers and a server that takes 0.1 ms either way and
-no CPU. Only the times at which messages are sent and read remain. So the figures are the same on every machine;
-`bench_beliefs_late` shows what a real machine adds.
+no CPU. So only the pauses between messages and between reads make gateways late, and the figures are the same on every
+machine; `bench_beliefs_late` shows what a real machine adds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.registry.belief_ends import End, ScriptedServer, ScriptedWire
 LOADS = ((2, 50.0), (2, 500.0), (4, 125.0), (10, 2000.0))
 """Gateways, and total requests per second."""
 IN_BATCHES = {"ROUTED_S": beliefs_pace.REST_S, "BURST": 1, "READ_S": 0.01}
-"""The constants of `beliefs_pace` when the destinations of requests were told together with all other news."""
+"""The constants of `beliefs_pace` in the version that told the destinations of requests together with all other
+news."""
 SECONDS = 4.0
 TRIP_S = 0.0001
 PODS = [PodId(f"pod-{number}") for number in range(8)]

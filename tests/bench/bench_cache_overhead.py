@@ -273,7 +273,7 @@ def at_random(rng: random.Random, pool_tokens: int) -> list[Asked]:
 
 
 def repeating(share: float) -> Callable[[random.Random, int], list[Asked]]:
-    """Return prompts of 2,048 tokens: `share` of all tokens is a first half that eight other prompts also have."""
+    """Return prompts of 2,048 tokens. A share of 2 * `share` of them begins with one of eight texts of 1,024 tokens."""
 
     def prompts(rng: random.Random, pool_tokens: int) -> list[Asked]:
         beginnings = []

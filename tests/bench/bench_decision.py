@@ -2,9 +2,9 @@
 `python -m tests.bench.bench_decision`.
 
 A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes the request's
-lease, first token and end, but includes the updates that they cause. The same process also decides the same history
-with a view of each pod, in turn; `--alone` leaves that out, because it flushes the processor's caches. With
-`--foreign`, the pods publish nothing, have told a small capacity and are full, so that evictions count.
+lease, first token and end, but includes the updates that they cause. In turn, the same process decides the same history
+with a view of each pod. `--alone` leaves those decisions out, because they flush the processor's caches. With
+`--foreign`, the pods publish nothing, have reported a small capacity and are full, so that evictions count.
 """
 
 from __future__ import annotations

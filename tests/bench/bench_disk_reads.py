@@ -29,7 +29,7 @@ from engine.tiers.block_file import LABEL_BYTES
 SIZES = (80 << 10, 512 << 10, 2 << 20)
 """Bytes of a block: the bench model's, a small model's, and Llama 3.1 8B's with 16 tokens."""
 AHEAD = 8
-"""Blocks that the kernel is asked for before they are read."""
+"""The kernel is asked to load this many blocks before they are read."""
 Places = Sequence[tuple[int, memoryview]]
 """Offset in the file and target of each block."""
 
@@ -51,7 +51,7 @@ def read_asked_ahead(descriptor: int, places: Places) -> None:
 
 
 def read_cached_or_direct(buffered: int, direct: int, places: Places) -> None:
-    """Read the blocks in the page cache from there, and the others past it."""
+    """Read blocks from the page cache if they are there, and the others past it."""
     for place in places:
         offset, target = place
         try:

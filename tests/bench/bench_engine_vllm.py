@@ -3,9 +3,9 @@
     TESTS_VLLM=DIR python -m tests.bench.bench_engine_vllm [--threads 1] [--tokens 2000] [--repeats 7]
 
 Both serve one checkpoint in float32 with the same number of threads per step. They get requests in turn, so that other
-work on the machine affects both. The other server is stopped meanwhile, because an idle vLLM spins a little. A figure
-is the median. The table has the time that a client sees, which other work on the machine lengthens, and the CPU time of
-all the server's threads, which it hardly lengthens. Without a vLLM the bench says so, and exits with 0.
+work on the machine affects both. While one serves, the other is stopped, because an idle vLLM spins a little. A figure
+is the median. The table has the time that a client sees, and the CPU time of all the server's threads. Other work on
+the machine makes the former longer, but hardly the latter. Without a vLLM the bench says so, and exits with 0.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, flo
 
 
 def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
-    """Return the same with Belady's choice: evict the block whose next use is last. Leaf-first, because a parent is
-    used sooner. Like an engine, it holds all blocks of the request that runs."""
+    """Return the same rates for Belady's optimum, which evicts the block whose next use is latest, and a block before
+    its parent. Like an engine, it holds all blocks of the running request."""
     ids: dict[tuple[int, int], int] = {}
     chains: list[list[int]] = []
     for request in trace.requests:
@@ -195,8 +195,8 @@ def table(trace: Trace, shares: Sequence[float]) -> None:
 
 
 def bookkeeping(*, memory: bool, total: int = 1_000_000, chain: int = 2048) -> None:
-    """Print what a full pool of `total` blocks of 16 tokens costs: a match, insertion with eviction, and `memory`,
-    which slows the rest down."""
+    """Print what a full pool of `total` blocks of 16 tokens costs: a match, an insertion with eviction, and if
+    `memory`, its bytes. Counting them slows the rest down."""
     for index, eviction in product((IndexKind.HASH, IndexKind.RADIX), Eviction):
         rng = random.Random(3)
         if memory:

@@ -5,9 +5,9 @@
 Gateway: 32 connections, prompts of 8 KB, streams of 20 chunks (`bench_gateway`), `--keys` keys in the index. The bench
 prints the ratio of the whole answer's p99 to the bare proxy's, in alternating runs, then memory over `--memory-s`
 seconds. Engine: 32 concurrent requests through scheduler, cache and step loop, with `--blocks` blocks cached; torch is
-loaded. A pause is the CPU time of its thread between the two calls of `gc.callbacks`, so other work on the core does
-not count. Other work still makes a pause longer, because it empties the caches: a pause in which the kernel gave the
-core to another process is counted apart.
+loaded. A pause is the CPU time of its thread between the two calls of `gc.callbacks`, so other processes' time on
+the core does not count. But they empty the CPU's caches, which makes a pause longer: pauses in which the kernel gave
+the core to another process are counted apart.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ BLOCK_SIZE, PROMPT_TOKENS, OUTPUT_TOKENS, AT_ONCE = 16, 1024, 16, 32
 
 
 class Pauses:
-    """Milliseconds of each collection, by generation, and of those in which another process took the core."""
+    """Milliseconds of each collection, by generation. Collections in which another process took the core are kept
+    apart."""
 
     def __init__(self) -> None:
         self.ms: dict[int, list[float]] = {0: [], 1: [], 2: []}

@@ -49,7 +49,8 @@ def match_us(index: PrefixIndex, prompts: list[tuple[PrefixKey, ...]], rounds: i
 
 
 def speculate_us(prompts: list[tuple[PrefixKey, ...]], capacity_tokens: int | None) -> list[float]:
-    """Return sorted CPU microseconds for entering 40 keys, most of them new, with and without a cache that is full."""
+    """Return sorted CPU microseconds for entering 40 keys, most of them new. `capacity_tokens`: size of each pod's
+    cache, which is full; None: unknown."""
     index = PrefixIndex()
     times = []
     for i, keys in enumerate(prompts[:6000]):

@@ -1,8 +1,8 @@
 """The cost of the live page for a gateway: `python -m tests.bench.bench_live`.
 
-The figure is the CPU time of the work for viewers, in milliseconds per second at 500 requests of 8 KB: the scores of
-the displayed decisions, each request's entry, the frame, and writing it to three viewers' sockets. Fleets have 8, 64
-and 1,000 pods. The requests themselves are decided in between and do not count. Target: 20 ms, 2 % of a core.
+The figure is the CPU time of the work for viewers, in milliseconds per second, at 500 requests of 8 KB per second: the
+scores of the displayed decisions, each request's entry, the frame, and writing it to three viewers' sockets. Fleets
+have 8, 64 and 1,000 pods. The decisions themselves are made in between and do not count. Target: 20 ms, 2 % of a core.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ async def ours(url: str, arrivals: ArrivalSpec, requests: int) -> Cost:
 
 
 async def bare(url: str, arrivals: ArrivalSpec, requests: int) -> Cost:
-    """Run the same load on aiohttp's client: one post, events decoded, times taken; no records."""
+    """Run the same load on aiohttp's client. It posts requests, decodes events and takes times, but makes no
+    records."""
     renderer, lags = Renderer(TOKENS_PER_WORD), []
     clock = time.monotonic
 

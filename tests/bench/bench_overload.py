@@ -33,7 +33,7 @@ from tests.bench.policy_table.run import summary
 
 TTFT_S, TPOT_S = 2.0, 0.1
 TIMEOUT_S = 1.7
-"""How long a request may wait if it gives no time itself: 2 s minus the time on a busy pod."""
+"""Seconds for which a request may wait in the queue if it names no limit: 2 s minus the time on a busy pod."""
 PODS = 4
 CAPACITY = {"decode": 149.0, "prefill": 57.0}
 """Requests per second: the highest rate tried at which all were in time without the queue."""

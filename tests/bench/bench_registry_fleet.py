@@ -52,7 +52,7 @@ MODEL = "llama"
 STRIDE = 256
 LEASE_MS = 15_000
 KEYS_A_REQUEST = 32
-"""8 KB of prompt; as many keys are evicted for it."""
+"""A prompt of 8 KB. Each request evicts as many keys as it adds."""
 EVENTS_A_REQUEST = 3
 """Begun, prefilled, ended."""
 

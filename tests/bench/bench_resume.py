@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_resume [--chunks 2000] [--repeats 30]
 
-The same chunks are copied alternately with and without a record, from memory to memory, without sockets. The bench also
-prints the cost of reading what was said when a pod breaks, and of writing the request for the rest.
+The same chunks are copied alternately with and without a record, from memory to memory, without sockets. When a pod
+breaks, the gateway reads what was recorded and writes the request for the rest; the bench also prints the cost of that.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
 A fleet in virtual time (`loadgen.simulate`) serves each case of the policy table once with every policy. If that policy
 is `predicted_ttft` or `round_robin`, the gateway's shadow code (`router.gateway.shadow`) asks all policies about each
 request. The table shows shares of the prompt tokens. The first two columns are for the policy when it acts: what the
-engines had cached, and what the gateway believed to be cached. The other two are for the policy as a shadow of each of
-those two: what the gateway believed to be cached on the pods that the shadow chose. Parentheses have the share of the
-requests for which the shadow and the acting policy chose different pods. Equal options print equal tables.
+engines had cached, and what the gateway believed to be cached. The other two are for the policy as a shadow of
+`predicted_ttft` and of `round_robin`: what the gateway believed to be cached on the pods that the shadow chose.
+Parentheses have the share of the requests for which the shadow and the acting policy chose different pods. Equal
+options print equal tables.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ACTING = ("predicted_ttft", "round_robin")
 
 @dataclass(slots=True)
 class Seen:
-    """Counts for one policy as a shadow of an acting policy, itself included."""
+    """Counts for one policy as a shadow of an acting policy. An acting policy is also its own shadow."""
 
     requests: int = 0
     others: int = 0

@@ -4,13 +4,14 @@
 
 The bench uses real KV and the engine's own host tier with its threads. As in the engine, a thread computes steps, and
 the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
-steps without copies, as many beside copies, and as many without copies again; the order alternates. Copies are pieces
-of 32 blocks whose neighbours lie apart, as in a pool that has been in use for some time. An engine under load copies a
-piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each direction.
+steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are pieces
+of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under load
+copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
+direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
-the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy; a
-copy takes a core of its own meanwhile. The lower quartile of each set of steps counts, because other programs only make
+the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy;
+copies run on another core. The lower quartile of each set of steps counts, because other programs only make
 steps longer. A ratio is the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop
 for the copies of a step.
 """
@@ -43,7 +44,7 @@ POOL_BLOCKS, HOST_BLOCKS = 1200, 1200
 SEQUENCES, CONTEXT = 8, 512
 PIECE_BLOCKS = 32
 PIECES = (1, 4)
-"""Pieces that are copied beside each step."""
+"""Pieces that are copied during each step."""
 
 
 class Traffic:
@@ -62,7 +63,7 @@ class Traffic:
         """CPU seconds of the event loop."""
 
     def ask(self, pieces: int) -> None:
-        """Ask for `pieces` pieces. Pieces of the step before have ended, or count for this step."""
+        """Ask for `pieces` pieces. Pieces of the step before that have not ended are counted for this step."""
         start_s = time.thread_time()
         for _ in range(pieces - self.copier.open_copies):
             at = self.asked % 4 * PIECE_BLOCKS
@@ -106,7 +107,7 @@ class Arm:
 
 
 class Bench:
-    """The steps, and the traffic beside them."""
+    """The steps, and the traffic during them."""
 
     def __init__(self, backend: TorchBackend, store: Store, thread: ThreadPoolExecutor) -> None:
         ids = np.random.default_rng(1).integers(0, 200, CONTEXT + 1).tolist()
@@ -121,7 +122,7 @@ class Bench:
         return time.thread_time() - cpu_s, time.perf_counter() - clock_s
 
     async def timed(self, steps: int, pieces: int) -> Timed:
-        """Run steps with `pieces` pieces beside each."""
+        """Run steps, each while `pieces` pieces are copied."""
         loop, found, traffic = asyncio.get_running_loop(), Timed(), self.traffic
 
         def on_end() -> None:

@@ -3,15 +3,15 @@
     python -m tests.bench.bench_tier_traffic [--rounds 20] [--steps 60] [--prompts 24]
 
 The bench uses the engine's own scheduler, cache, host tier and KV. 7 requests decode all the time, at contexts from 512
-tokens on. Beside them, requests are answered one after another; each prompt is one of `--prompts`, of 500 tokens
-each. Together these exceed the pool. So each prefill evicts blocks of others, the blocks of each request are copied
-down at its end, and those of a recurring prompt are copied up if that is faster. One thread computes and plans, and all
-times are its CPU time. Rounds take turns between three engines: without tiers, with tiers, and with tiers that nothing
-bounds (`engine.tiers.allowance`).
+tokens on. Meanwhile, requests are answered one after another; each prompt is one of `--prompts`, of 500 tokens each.
+Together these exceed the pool. So each prefill evicts blocks of others, the blocks of each request are copied down at
+its end, and those of a recurring prompt are copied up if that is faster. One thread computes and plans, and all times
+are its CPU time. Three engines take turns in each round: without tiers, with tiers, and with tiers whose work has no
+bound (`engine.tiers.allowance`).
 
-`planning`: the time in the tiers, relative to all of the thread's time, and in single steps relative to the median step
-that only decodes. `while it runs`: what an engine does while another thread computes the step. In an engine, that work
-delays the step only while it holds the interpreter's lock. Here there is one thread, so all of it counts. `beside
+`planning`: the time in the tiers. Its sum is relative to all of the thread's time, that of single steps to the median
+step that only decodes. `while it runs`: what an engine does while another thread computes the step. In an engine, that
+work delays the step only while it holds the interpreter's lock. Here there is one thread, so all of it counts. `beside
 copies`: the median step that only decodes during a copy, relative to the same round's steps without a copy, including
 planning; the median of the rounds and its interquartile range. `again`: the same for an engine without tiers, with its
 steps divided into two groups at random.

@@ -4,7 +4,8 @@
 
 The bench runs in virtual time, with the engine's own scheduler, tiers and step loop. The bars are at most 1.05 of the
 time without tiers, and at most 1.15 of the better of fetching all and computing all. In the second table the tier's
-rate falls after the engine has learnt it. There the second bar means nothing, because the engine cannot know.
+rate falls after the engine has learnt it. There the second bar means nothing, because the engine cannot know the new
+rate.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ NOTICE_S = 0.5
 SETTLE_S = 20.0
 """Seconds for the last answers, and for the counts to return to 0."""
 FLAT_SHARE, FLAT_MIB = 0.1, 24.0
-"""In the second half a process may grow by the larger of these, because allocators and caches fill slowly."""
+"""In the second half, a process may grow by this share or by so many MiB, whichever is more: allocators and caches fill
+slowly."""
 IN_FLIGHT = ("warmroute_gateway_in_flight", "warmroute_gateway_body_bytes", "warmroute_gateway_answer_bytes")
 ENGINE_IN_FLIGHT = "warmroute_gateway_engine_in_flight"
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")

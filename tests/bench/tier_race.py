@@ -155,7 +155,8 @@ async def race(profile: SimProfile, tokens: int, bytes_per_s: float, *, believed
         await pod.settle()
         sequence = pod.cache.open(prompt)
         if len(link.lower.find(sequence, tokens // BLOCK)) < tokens // BLOCK:
-            # The prompt was not worth keeping. An engine that holds it for another reason must not be slower for that.
+            # The engine did not find the prompt worth keeping. If the tier holds it anyway, the engine must not be
+            # slower.
             assert link.lower.hold(sequence, tokens // BLOCK) is not None
             link.lower.commit(sequence, tokens)
             link.lower.release(sequence)

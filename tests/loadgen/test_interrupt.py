@@ -47,7 +47,7 @@ def hear_hangups() -> None:
     ],
 )
 def test_work_cleans_up(number: signal.Signals, prepare: Callable[[], None] | None, said: str) -> None:
-    """Work that ignores the signal ends with its input."""
+    """If the signal is ignored, the work goes on until it has read its input."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,

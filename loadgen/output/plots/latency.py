@@ -176,7 +176,7 @@ def ratio_ticks(low: float, high: float) -> list[float]:
 
 
 def _ratio_range(contrasts: Sequence[Contrast]) -> tuple[float, float]:
-    """Return ends around the estimates, and around the intervals as far as they are within a factor of 4 of these."""
+    """Return the ends of an axis around all estimates. Intervals widen it, each by at most a factor of 4."""
     values = [c.ratio.value for c in contrasts]
     low, high = min([1.0, *values]), max([1.0, *values])
     for c in contrasts:
@@ -235,7 +235,8 @@ def blocks_in_order(result: Result) -> Plot | None:
 
 
 def block_points(result: Result, arm: Arm) -> list[tuple[int, float]]:
-    """Return (place in the run, mean TTFT in ms) of blocks with completed requests; without an order, numbered."""
+    """Return (place in the run, mean TTFT in ms) of blocks with completed requests. Without an order, places count from
+    1."""
     places = [i for i, name in enumerate(result.order, 1) if name == arm.name]
     if len(places) != len(arm.blocks):
         places = list(range(1, len(arm.blocks) + 1))

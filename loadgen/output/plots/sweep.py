@@ -13,7 +13,7 @@ from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_ti
 from loadgen.output.units import metric_label, milliseconds, number
 from loadgen.result.model import Result, SweepPoint
 
-_DOTTED = " Dotted: the offered load. Rates include the time of a step's last answers, so short steps are lower."
+_DOTTED = " Dotted: the offered load. Rates include the time of a step's last answers, so they are low in short steps."
 _HEIGHT = 236.0
 
 
@@ -29,7 +29,8 @@ def served(point: SweepPoint) -> float:
 
 
 def knee(points: Sequence[SweepPoint]) -> SweepPoint | None:
-    """Return the highest step before the first saturated one; None if the first is saturated, or if none is."""
+    """Return the highest step before the first saturated one; None if the lowest step is saturated, or if no step
+    is."""
     ordered = sorted(points, key=step_of)
     before = [p for i, p in enumerate(ordered) if not any(q.saturated for q in ordered[: i + 1])]
     return before[-1] if before and len(before) < len(ordered) else None

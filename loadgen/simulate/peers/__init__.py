@@ -1,1 +1,2 @@
-"""Other routers' published decisions, with their defaults and with the data they really have. No code is theirs."""
+"""The decision rules that other routers published, with their defaults and the data they really have, but not their
+code."""

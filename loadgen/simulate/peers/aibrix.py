@@ -9,17 +9,16 @@ from loadgen.simulate.peers.base import History, Peer
 from loadgen.simulate.routing import Offered
 
 IMBALANCE = 8
-"""Difference of running requests above which the strategy ignores the prefix."""
+"""If the busiest and the idlest pod differ by more running requests than this, the strategy ignores the prefix."""
 STANDARD_DEVIATIONS = 1.0
 EVICTION_S = 20 * 60.0
 BLOCKS = 200_000
 
 
 class AibrixPrefixCache(Peer):
-    """If the difference of running requests is above 8, choose the pod with the fewest. Otherwise sort pods by matched
-    share, then by requests, and choose the first with at most mean + 1 standard deviation of requests. The table holds
-    what this router sent in the last 20 minutes.
-    """
+    """If the busiest and the idlest pod differ by more than 8 running requests, choose the idlest. Otherwise sort the
+    pods that match by matched share, then by requests, and choose the first with at most mean + 1 standard deviation of
+    requests. If no pod qualifies, choose the idlest. The table holds what this router sent in the last 20 minutes."""
 
     name = "aibrix_prefix_cache"
 

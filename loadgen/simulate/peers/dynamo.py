@@ -19,10 +19,10 @@ PREFILL_SCALE = 1.0
 
 
 class DynamoKv(Peer):
-    """Chooses the least (active prefill + own uncached blocks) + (active decode + own blocks). Overlap comes from KV
-    events, activity from what this router sent: prefill until the first token, blocks until the end. A block that
-    several requests share counts once (ActiveSequences of lib/kv-router). Predicted inserts are off, as shipped.
-    """
+    """Chooses the pod with the least (active prefill + the request's uncached blocks) + (active decode + its blocks).
+    Overlap comes from KV events, activity from what this router sent: prefill until the first token, blocks until the
+    end. A block that several requests share counts once (ActiveSequences of lib/kv-router). Predicted inserts are off,
+    as shipped."""
 
     name = "dynamo_kv"
     takes_reports = True

@@ -1,4 +1,4 @@
-"""llm-d's endpoint picker (the former Gateway API one): weighted scorers over metrics scraped every 50 ms."""
+"""llm-d's endpoint picker (formerly the Gateway API's): weighted scorers over metrics scraped every 50 ms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LlmD(Peer):
 
 
 class LlmDApproximate(LlmD):
-    """The default weights 3:2:2, with a prefix index of its own routing."""
+    """The default weights 3:2:2, with an index of the prefixes that this router sent."""
 
     name = "llmd_322"
 

@@ -9,7 +9,7 @@ from loadgen.simulate.peers.base import History, Peer
 from loadgen.simulate.routing import Offered
 
 WINDOW_S = 180.0
-"""History H over which the load is summed."""
+"""Length of the history H over which the load is summed."""
 BALANCE = 2.0
 """Th_bal: if a GPU has this many times the load of the lightest, its exploited requests go to the lightest."""
 KEY_TOKENS = 64
@@ -18,10 +18,8 @@ CACHE_KEYS = 410_000 // KEY_TOKENS
 
 
 def prefill_s(tokens: float) -> float:
-    """Return Preble's regression for Mistral-7B on an A6000: 22 ms below 192 tokens, else 4.21 + 0.1084 T.
-
-    All of it is divided by 0.9.
-    """
+    """Return Preble's regression for Mistral-7B on an A6000, in seconds: 22 ms below 192 tokens, else 4.21 + 0.1084 T
+    ms for T tokens, both divided by 0.9."""
     return (22.0 if tokens < 192 else 4.21 + 0.1084 * tokens) / 0.9e3
 
 
@@ -31,10 +29,9 @@ def decode_s(context_tokens: float, output_tokens: float) -> float:
 
 
 class PrebleE2(Peer):
-    """If some GPU has more of the prompt cached than missing, choose the GPU with the longest prefix, or the lightest
-    if that GPU has over twice its load. Otherwise choose the least L + M + P: load in the last 3 minutes, prefill lost
-    by eviction, own prefill.
-    """
+    """If some GPU has more of the prompt cached than missing, choose the GPU with the longest cached prefix. But if its
+    load is over twice the lightest GPU's load, choose the lightest. Otherwise choose the least L + M + P: load in the
+    last 3 minutes, prefill lost by eviction, the request's prefill."""
 
     name = "preble_e2"
 

@@ -12,7 +12,7 @@ CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64
 BALANCE_REL = 1.5
 MAX_TREE_CHARS = 2**26
-"""Defaults of the command line, model_gateway policies/cache_aware."""
+"""Defaults of the command line (model_gateway, policies/cache_aware)."""
 CHARS_PER_KEY = 256
 
 THROUGHPUT_TOKENS_PER_S = 2000.0
@@ -23,11 +23,10 @@ POLL_S = 10.0
 
 
 class SglangCacheAware(Peer):
-    """If in-flight requests are balanced, choose the worker that was sent the longest prefix if that prefix is over
-    30 % of the text, else the least loaded worker. If requests are not balanced (max - min > 64 and max > 1.5 min),
-    choose the least loaded worker. The tree holds what this router sent. Among equally loaded workers, choose the one
-    with the fewest requests so far, then the first.
-    """
+    """If in-flight requests are not balanced (max - min > 64 and max > 1.5 min), choose the least loaded worker.
+    Otherwise choose the worker that was sent the longest prefix; but if that prefix is at most 30 % of the text, choose
+    the least loaded worker. The tree holds what this router sent. Among equally loaded workers, choose the one with the
+    fewest requests so far, then the first."""
 
     name = "sglang_cache_aware"
 
@@ -66,12 +65,11 @@ class SglangCacheAware(Peer):
 
 
 class SmgLeastLoad(Peer):
-    """Chooses the least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k); k is the KV use;
-    polls every 10 s.
+    """Chooses the least (queued + dispatched since the last poll) / throughput + 0.15 k / (1 - k), where k is the KV
+    use. Polls every 10 s.
 
-    Waiting requests count as 1,024 tokens each and the throughput as 2,000 tokens/s: the published substitutes for
-    gauges that an engine lacks. Before the first poll, choose the fewest requests in flight.
-    """
+    A waiting request is taken as 1,024 tokens, and the throughput as 2,000 tokens/s: the published substitutes for
+    gauges that an engine lacks. Before the first poll, choose the fewest requests in flight."""
 
     name = "smg_least_load"
     scrape_s = POLL_S

@@ -23,7 +23,7 @@ class Work:
 
 
 def layer_weights(config: ModelConfig) -> tuple[int, int]:
-    """Return the elements of one layer's matrices: those of query, key and value, and the rest."""
+    """Return the number of elements of one layer's matrices: those for query, key and value, and the others."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = config.hidden_size * (queries + 2 * keys)
     rest = queries * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
@@ -31,7 +31,8 @@ def layer_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 def weights_read(config: ModelConfig) -> int:
-    """Return the elements of all matrices of a forward pass, head included, without the input embedding (a lookup)."""
+    """Return the number of elements of all matrices of a forward pass. The head is included, the input embedding (a
+    lookup) is not."""
     qkv, rest = layer_weights(config)
     return config.layers * (qkv + rest) + config.hidden_size * config.vocab_size
 
@@ -57,7 +58,8 @@ def causal_pairs(start: int, tokens: int) -> int:
 
 
 def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) -> Work:
-    """Return the work of one token per sequence; `contexts`: tokens that each attends to, including its own."""
+    """Return the work of one token per sequence; `contexts`: the tokens that each sequence attends to, including its
+    new one."""
     kv = config.kv_bytes_per_token(dtype_bytes)
     rows = len(contexts)
     embedding = rows * config.hidden_size
@@ -66,8 +68,8 @@ def decode_work(config: ModelConfig, contexts: Sequence[int], dtype_bytes: int) 
 
 
 def prefill_work(config: ModelConfig, start: int, tokens: int, step_tokens: int, dtype_bytes: int) -> Work:
-    """Return the work of tokens start .. start + tokens - 1 of a prompt, in steps of `step_tokens`; logits of the last
-    one.
+    """Return the work of tokens start .. start + tokens - 1 of a prompt, in steps of `step_tokens`. Only the last token
+    gets logits.
 
     Each step reads the weights, and the earlier keys and values, once.
     """

@@ -15,7 +15,7 @@ PREFILL_SHARE = 0.55
 """Share of the measured matmul rate."""
 WARM_TTFT_S = 0.012
 PROMOTION_RATIO = 1.3
-"""Multiple of bytes / the measured PCIe rate."""
+"""Multiple of the least time, which is bytes / the measured PCIe rate."""
 THROUGHPUT_RATIO = 2.0
 """Multiple of the throughput of transformers' continuous batching."""
 

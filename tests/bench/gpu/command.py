@@ -28,7 +28,7 @@ def device_name(text: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file at once: a process that is killed meanwhile leaves the old text."""
+    """Replace the file as a whole: if the process is killed meanwhile, the file keeps the old text."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.replace(path)

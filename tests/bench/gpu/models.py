@@ -16,8 +16,8 @@ from engine.model.fields import Fields
 from engine.model.weights import Shapes, _assemble, _Loader, tensor_shapes
 
 _GAIN = 1.28
-"""Standard deviation of a matrix times the square root of its columns. It is Llama's 0.02 with 4096 columns, and
-gives attention as much to do in a small model."""
+"""Standard deviation of a matrix's elements, times the square root of its number of columns. With 4096 columns, the
+standard deviation is Llama's 0.02. Thus attention has as much effect in a small model as in a large one."""
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

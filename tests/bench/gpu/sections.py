@@ -34,7 +34,7 @@ Section = Callable[[], Awaitable[None]]
 
 
 def say(text: str) -> None:
-    """Print progress beside the results."""
+    """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

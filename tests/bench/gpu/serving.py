@@ -50,9 +50,9 @@ class ServedWorkload:
     """An empty answer: not finished when the time was over."""
     elapsed_s: float
     cached_tokens: int | None = None
-    """Prompt tokens that were not computed; None: the engine does not tell."""
+    """Prompt tokens that were not computed; None: the engine does not report them."""
     attention: str = ""
-    """The attention implementation in use; empty: the engine does not tell."""
+    """The attention implementation in use; empty: the engine does not report it."""
 
     @property
     def unanswered(self) -> int:

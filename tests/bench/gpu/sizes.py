@@ -109,5 +109,5 @@ TINY = replace(
 
 
 def expected(sizes: Sizes) -> Sizes:
-    """Return the run whose bounds count: a quick run leaves some bounds of the full one unmeasured, and says so."""
+    """Return the sizes whose bounds the report lists. A quick run lists the full run's bounds, some as not measured."""
     return TINY if sizes is TINY else FULL

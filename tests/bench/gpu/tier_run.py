@@ -36,7 +36,7 @@ class PromotionFigure:
     link_s: float
     """Bytes / the link's measured rate."""
     beside_decode_s: float
-    """The same while decode steps run."""
+    """`elapsed_s` while decode steps run."""
     decode_step_s: float
     """Seconds of a decode step without a promotion."""
     decode_step_beside_s: float

@@ -17,13 +17,13 @@ from tests.bench.gpu.workloads import Workload
 TIE_BOUND = 0.32
 """Two answers may differ if the logits of their tokens are within this many standard deviations of all logits.
 
-The bound is five times 0.063. In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512,
-weights made as here) differ by 0.045 standard deviations in a logit, so by root two times that in the distance of two
-logits. Not one of 100,000 tokens is expected beyond five times that. The token of a wrong computation is several
+In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512, weights made as here) differ by
+0.045 standard deviations in a logit, so by root two times 0.045 = 0.063 in the distance of two logits. The bound is
+five times 0.063: not one of 100,000 tokens is expected to exceed it. The token of a wrong computation is several
 deviations below the best.
 """
 _STOP_S = 30.0
-"""Time limit for the end of its thread."""
+"""Time limit for the end of transformers' thread."""
 NO_TIE = 1e9
 """Used instead of a NaN gap, and between answers of different lengths."""
 
@@ -59,8 +59,8 @@ class Transformers:
         self._generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16)
 
     def serve(self, workload: Workload, deadline_s: float) -> ServedWorkload:
-        """Send all requests at once, after its own warm-up and a few requests. Requests without an answer `deadline_s`
-        after they were sent are given up. Raises RuntimeError if a request fails."""
+        """Send all requests at once, after transformers' own warm-up and a few requests. Requests without an answer
+        `deadline_s` after they were sent are given up. Raises RuntimeError if a request fails."""
         with self.model.continuous_batching_context_manager(
             generation_config=self._generation, continuous_batching_config=self._config, timeout=_STOP_S
         ) as manager:
@@ -72,10 +72,10 @@ class Transformers:
                 start_s = time.perf_counter()
                 answers = self._answers(manager, workload.prompts, deadline_s)
                 elapsed_s, answered = time.perf_counter() - start_s, all(answers)
-                # Read while it serves, because at its end it restores the model's earlier implementation.
+                # Read while the manager serves, because at its end it restores the model's earlier implementation.
                 attention = str(self.model.config._attn_implementation)
             finally:
-                if not answered:  # otherwise it answers all requests before it ends
+                if not answered:  # the manager would answer all requests before it ends
                     manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
         return ServedWorkload(workload, answers, elapsed_s, attention=attention)
 

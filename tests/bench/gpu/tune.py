@@ -104,14 +104,14 @@ class Tried:
 
 
 def decode_candidates() -> list[Candidate]:
-    """Return tiles of keys, warps and depths of the pipeline, with short and long parts."""
+    """Return combinations of keys per tile, warps, pipeline depth and part length."""
     launches = ((64, 4, 3), (64, 4, 7), (64, 2, 5), (64, 8, 5), (32, 4, 7), (32, 2, 9), (128, 4, 3), (128, 8, 3))
     found = [_attention(decode, "PART_TOKENS", 16, *launch, part) for launch in launches for part in (256, 512)]
     return [*found, Candidate("PART_TOKENS 512", decode, {"PART_TOKENS": 512})]
 
 
 def prefill_candidates() -> list[Candidate]:
-    """Return rows, tiles of keys, warps and depths of the pipeline."""
+    """Return combinations of rows and keys per tile, warps and pipeline depth."""
     launches = (
         (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3), (128, 32, 8, 5),
         (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 5),
@@ -120,7 +120,8 @@ def prefill_candidates() -> list[Candidate]:
 
 
 def product_candidates() -> list[Candidate]:
-    """Return outputs and inputs of a program's tile, depths of the pipeline, warps, and prefetched lines."""
+    """Return combinations of outputs and inputs per tile, pipeline depth and warps; and other numbers of prefetched
+    lines."""
     launches = ((16, 128, 8, 4), (16, 256, 6, 4), (32, 64, 8, 4), (32, 128, 4, 4), (32, 128, 6, 8), (32, 256, 4, 4),
                 (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8))  # fmt: skip
     found = [

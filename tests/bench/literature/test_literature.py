@@ -75,8 +75,9 @@ def test_the_published_shape_comes_out() -> None:
     assert hashed.load_imbalance > 6
     assert groups.hit_rate > hashed.hit_rate - 0.03
     assert groups.load_imbalance < hashed.load_imbalance / 3
-    # The prompt's group is six pods, yet all eight serve it. Before there are groups, three requests in a row look like
-    # the only prompt, and a pod that holds the prompt takes part from then on. Round robin does not balance the load.
+    # The prompt's group is six pods, yet all eight serve it: before there are groups, three requests with this prompt
+    # in a row make it look like the only prompt, and each pod that then holds it continues to serve it. Round robin
+    # does not balance the load.
     assert hashed.prefix_pods == 1 < groups.prefix_pods
     assert groups.load_imbalance < robin.load_imbalance
 

@@ -199,7 +199,7 @@ def play(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C: a process interrupted during its start would not be known, so it would never be ended."""
+    """Delay Ctrl-C: if it interrupted the start of a process, the pool would not know the process or end it."""
     met: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
     try:

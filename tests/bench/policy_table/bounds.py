@@ -134,7 +134,8 @@ def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[
 
 
 def _one_prompt(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
-    """Bound mean and p99 of both arms by `round_robin`, and those of `predicted_ttft` also by their earlier values."""
+    """Bound mean and p99 of `predicted_ttft` and `affinity_groups` by `round_robin`'s; the former also by its earlier
+    values."""
     for field, label in (("mean_ttft_ms", "mean"), ("p99_ttft_ms", "p99")):
         for arm, slack in ((OURS, ONE_PROMPT_SLACK), ("affinity_groups", ONE_PROMPT_GROUP_SLACK)):
             both = same_seeds(arms, (arm, "round_robin"))
@@ -184,7 +185,8 @@ class AgainstOne:
 
 
 def against_one(case: Case, table: Table) -> AgainstOne | None:
-    """Compare the case's gateways with one; None if the case has one, or if there is nothing to compare."""
+    """Compare the case's gateways with a single one; None if the case has only one, or if there is nothing to
+    compare."""
     one = table.get(f"{case.name.rpartition('_')[0]}_1", {}).get(OURS, ())
     several = table.get(case.name, {}).get(OURS, ())
     seeds = min(len(one), len(several))
@@ -194,7 +196,7 @@ def against_one(case: Case, table: Table) -> AgainstOne | None:
 
 
 def _against_one_gateway(case: Case, table: Table) -> Iterator[Bound]:
-    """Bound several gateways with pods that publish nothing by one gateway."""
+    """Bound what several gateways reach with pods that publish nothing by what one gateway reaches."""
     both = against_one(case, table)
     if both is None:
         return
@@ -223,7 +225,7 @@ def _groups(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
 
 
 def best(arms: Mapping[str, Sequence[Cell]], field: str) -> tuple[str, float]:
-    """Return the arm with the lowest mean over the seeds, and that mean. An arm that completed nothing has none."""
+    """Return the arm with the lowest mean over the seeds, and that mean. An arm that completed nothing has no mean."""
     means = {arm: mean(cells, field) for arm, cells in arms.items()}
     name = min(means, key=lambda arm: math.inf if math.isnan(means[arm]) else means[arm])
     return name, means[name]

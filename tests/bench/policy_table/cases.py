@@ -147,7 +147,8 @@ def batch(seed: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class TraceWindow:
-    """`count` requests of a Mooncake trace, chosen by the seed; times in coarse buckets are spread."""
+    """`count` consecutive requests of a Mooncake trace, from a place that the seed decides. The trace's coarse times
+    are spread at random."""
 
     path: Path
     count: int
@@ -223,7 +224,7 @@ def _one_prompt(gateways: int, suffix: str, words: str) -> Iterator[Case]:
 ONE_PROMPT = (*_one_prompt(1, "", ""), *_one_prompt(3, "_g3", ", three gateways"))
 """Cases in which all pods are warm anyway: the bounds check that no request waits."""
 FOREIGN_BASES = ("gateways_2", "one50_30", "one50_60", "one50_85", "one80_60", "one100_60")
-"""Base cases with several gateways; each is played with one, two and four gateways and pods that publish nothing."""
+"""Cases that are also played with one, two and four gateways in front of pods that publish nothing."""
 FOREIGN_GATEWAYS = (1, 2, 4)
 FOREIGN_GROUP = "foreign"
 """Prefix of the names of these cases."""
@@ -253,7 +254,7 @@ def knee_owners(wanted: Collection[str], known: Sequence[Case]) -> dict[str, Cas
 
 
 def trace_cases(folder: Path) -> tuple[Case, ...]:
-    """Return the cases of the traces in `folder`, by their published file names. Raises ValueError without any."""
+    """Return the cases of the traces in `folder`, by their published file names. Raises ValueError if there is none."""
     cases: list[Case] = []
     for name, fast in (("conversation", 3.0), ("synthetic", 3.0)):
         found = [path for path in (folder / f"{name}_trace.jsonl", folder / f"{name}_trace.jsonl.gz") if path.exists()]

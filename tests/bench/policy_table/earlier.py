@@ -98,4 +98,4 @@ EARLIER: Mapping[str, Mapping[str, tuple[float, ...]]] = MappingProxyType(
         },
     }
 )
-"""Case -> number of a cell -> its values with seeds 1, 2, .. for that number of requests."""
+"""Case -> field of `Cell` -> its values with seeds 1, 2, .. and `EARLIER_REQUESTS` sessions."""

@@ -130,7 +130,8 @@ def summary(table: Table, cases: Sequence[Case]) -> Iterator[str]:
 
 
 def gateways(table: Table, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield one line per number of gateways with pods that publish nothing, compared with one on equal seeds."""
+    """For pods that publish nothing, yield one line per number of gateways, compared with one gateway on equal
+    seeds."""
     compared = [(case, both) for case in cases if (both := against_one(case, table)) is not None]
     if not compared:
         return

@@ -38,14 +38,14 @@ class Cell:
     warm_mean_ttft_ms: float
     """Mean without the first `WARM_REQUESTS` requests."""
     unqueued_ttft_ms: float
-    """Mean of the times that requests would have waited without others before them on their pods: the network, half a
-    step in progress, a step of their own (with the duration of their decode steps), and their prefill. Shorter queues
-    could at most save the difference from `mean_ttft_ms`."""
+    """Mean TTFT if no request had others before it on its pod: the network, half of a step in progress and one step of
+    its own (each as long as its mean decode step), and its prefill. Shorter queues could at most save the difference
+    from `mean_ttft_ms`."""
     mean_e2e_ms: float
     hit_rate: float
     """Cached / prompt tokens."""
     max_over_mean_load: float
-    """The largest, over the pods, of a pod's requests / an even share of those that came while it lived."""
+    """For the fullest pod: its requests / an even share of the requests that came while it lived."""
     completed: int
     failed: int
     mean_tpot_ms: float = math.nan
@@ -117,7 +117,8 @@ def _unqueued_ms(record: RequestRecord) -> float:
     prefill_ms = 1e3 * prefill_s(exact_cost(_PROFILE, 1.0), uncached, record.prompt_tokens)
     steps = max(1, record.output_tokens - 1)
     step_ms = max(_PROFILE.w0_ms, 1e3 * (record.finished_s - record.first_token_s) / steps)
-    # A short prefill is hidden by the reading of weights: the part of a step's floor that no decode token fills.
+    # A step takes at least `w0_ms`, to read the weights. A prefill costs nothing as long as it fits in the part of that
+    # time which remains after `a_ms`.
     hidden_ms = min(prefill_ms, _PROFILE.w0_ms - _PROFILE.a_ms)
     return 2e3 * FleetSpec(()).network_s + 1.5 * step_ms + prefill_ms - hidden_ms
 

@@ -116,7 +116,8 @@ def test_if_nothing_is_shared_the_baselines_count() -> None:
 
 
 def one_prompt_case(name: str, **factors: float) -> set[str]:
-    """Return missed bounds: `round_robin` has the earlier values of `predicted_ttft`, others those times a factor."""
+    """Return the missed bounds. `round_robin` has the earlier values of `predicted_ttft`, other arms the same values
+    times a factor."""
     case = next(case for case in ONE_PROMPT if case.name == name)
     earlier = EARLIER[name]
 
@@ -163,8 +164,8 @@ def test_the_old_values_of_every_one_prompt_case_are_known() -> None:
 
 
 def test_one_prompt_for_most_requests_delays_none_that_round_robin_serves() -> None:
-    """Before, only some of the eight pods held the prompt, and the requests of the others waited behind long
-    prefills."""
+    """In an earlier version, only some of the eight pods held the prompt, and requests to the other pods waited behind
+    long prefills."""
     case = next(case for case in ONE_PROMPT if case.name == "one80_60")
     robin, predicted = (run_cell(case, arm, 1, KNEES["one80"]) for arm in ("round_robin", "predicted_ttft"))
     assert predicted.mean_ttft_ms < 0.87 * robin.mean_ttft_ms

@@ -19,7 +19,7 @@ WORDS = [
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
-    """A JSONL file."""
+    """Write the rows as a JSONL file; return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -95,8 +95,8 @@ def test_two_breaks_each_cost_what_stays_lost_without_mending_them(tmp_path: Pat
     by_kind = {f.kind: f for f in found.findings}
     assert set(by_kind) == {"uuid", "name"}
     assert by_kind["uuid"].byte == len("Trace ")
-    # If only the UUID stays, nothing is shared. If only the name stays, the text before it and each user's own is
-    # shared.
+    # If only the UUID stays, nothing is shared. If only the name stays, all requests share the text before it, and the
+    # requests of one user also share the text after it.
     assert by_kind["uuid"].cost_share > 0.99
     assert 0.05 < by_kind["name"].cost_share < 0.7
     assert [f.kind for f in found.findings] == ["uuid", "name"]

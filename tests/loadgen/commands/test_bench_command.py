@@ -36,7 +36,8 @@ def gateway() -> Iterator[Any]:
 
 
 def measured(gateway: ArmGateway) -> list[str]:
-    """Return the prompts as sent, without probes; prompts of `prefix_repetition` are several hundred words long."""
+    """Return the prompts as sent, without the probes, which are short; those of `prefix_repetition` have hundreds of
+    words."""
     prompts = [body["messages"][0]["content"] for body in gateway.bodies]
     return [prompt for prompt in prompts if len(prompt.split()) > 60]
 
@@ -222,7 +223,7 @@ def test_secrets_stay_out_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ctrl_c_leaves_neither_process_nor_file(tmp_path: Path) -> None:
-    # The first request, which checks the server, is answered at once; the requests of the load are not.
+    # The first request, which checks the server, is answered immediately; the requests of the load are not.
     held = LimitedGateway(known=("slow",), limits={"slow": 1000}, service_s=120.0, quick=1)
     with in_thread(held) as gateway:
         program = "import sys; from loadgen.commands.bench import run; sys.exit(run(sys.argv[1:]))"

@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def test_each_policy_has_its_knee(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Beyond its limit a policy refuses requests at once: far more than a tenth of a closed loop's requests.
+    # Beyond its limit a policy refuses requests without delay. In a closed loop, far more than a tenth are refused.
     gateway = LimitedGateway(known=("narrow", "wide"), limits={"narrow": 1, "wide": 2}, service_s=0.1)
     with in_thread(gateway):
         status = sweep.run(

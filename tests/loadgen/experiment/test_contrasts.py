@@ -103,7 +103,7 @@ def test_rounds_that_differ_widen_the_interval() -> None:
 
 
 def test_more_arms_tell_more_of_how_blocks_differ() -> None:
-    """Two rounds of two arms give one degree of freedom; of four arms, three."""
+    """Two rounds of two arms give one degree of freedom; two rounds of four arms give three."""
 
     def width(factors: dict[str, float]) -> float:
         made = (rounds_of(factors, round_noise=0.2, noise=0.1, seed=seed) for seed in range(12))

@@ -47,7 +47,7 @@ def is_valid(lag_ms: float, found: Contrast, *, base_lag_ms: float = 0.0) -> boo
 
 
 def test_what_the_demo_measures_stands_and_a_generator_that_is_really_late_does_not() -> None:
-    """4 times as fast, known within 22 %: lag of 1 ms in 100 cannot explain that, lag of 8 ms can."""
+    """The arm is 4 times as fast, known within 22 %. Lag of 1 ms in 100 cannot explain that, lag of 8 ms can."""
     claim = contrast(0.25, 0.22, "better")
     assert is_valid(1.0, claim)
     assert is_valid(2.5, claim), "the shift is small compared with the interval"

@@ -221,7 +221,7 @@ def test_calls_without_an_arm_are_not_shown_and_counted_for_none() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_first_failure_of_each_kind_says_why(terminal: bool) -> None:
-    """Somebody who sees failed requests wants to know why before the run ends, or without its end."""
+    """Somebody who sees failed requests wants to know why before the run ends."""
     console = screen(400, terminal)
     with open_progress(console) as progress:
         progress.arm_started("a", 9)

@@ -71,7 +71,7 @@ def test_report_draws_an_old_result_again(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("is_writable", [True, False])
 def test_a_reader_of_the_output_may_leave_early(tmp_path: Path, is_writable: bool) -> None:
-    """`| head -1`: rich would end the process at the first line, and an hour of measurements would be lost."""
+    """With `| head -1`, rich alone would end the process after the first line, and lose an hour of measurements."""
     source = save(results.comparison(), tmp_path, ["json"]).json
     assert source is not None
     (tmp_path / "out").write_text("") if not is_writable else None

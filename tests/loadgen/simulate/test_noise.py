@@ -1,4 +1,4 @@
-"""Noise of step times: a function of seed, pod and time, log-normal, constant for spells."""
+"""Noise of step times: a function of seed, pod and time, log-normal, constant within a spell."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SPEC = PodSpec("pod", PROFILE, kv_tokens=8000, max_step_tokens=512, max_running=
 Arrival = tuple[float, int, int, int]
 """Seconds, tokens of a shared prefix, unique tokens, tokens of the answer."""
 Seen = dict[tuple[int, str], tuple[float, int]]
-"""(request, 'first' or its end) -> (seconds, cached tokens)."""
+"""(request, 'first' or how it ended) -> (seconds, cached tokens)."""
 
 TICK_S = 0.0011731
 """Arrivals at multiples of this never fall on the end of a step, where the order is not defined."""

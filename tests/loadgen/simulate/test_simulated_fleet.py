@@ -294,7 +294,7 @@ def test_a_request_that_finds_a_pods_queue_full_fails_and_the_run_goes_on() -> N
 
 
 class Watched(Omniscient):
-    """Checks its own beliefs."""
+    """Checks that the state it assumes for each pod is possible."""
 
     seen: int = 0
 

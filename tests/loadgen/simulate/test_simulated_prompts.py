@@ -24,7 +24,7 @@ def session_of(*pieces: Piece) -> Session:
 
 
 def shared_tokens(one: list[Piece], other: list[Piece]) -> int:
-    """Count by the definition of a piece: equal pieces, then a common start of the same key and style."""
+    """Count the tokens of equal leading pieces, and of the next two if they differ only in length."""
     shared = 0
     for left, right in zip(one, other, strict=False):
         if (left.key, left.style) != (right.key, right.style):

@@ -1,4 +1,5 @@
-"""Rendered text: determined by key, style and length; a shorter piece begins a longer one; sizes as requested."""
+"""Rendered text depends on key, style and length; a shorter piece is the beginning of a longer one; sizes are as
+requested."""
 
 from __future__ import annotations
 
