@@ -1,4 +1,4 @@
-"""A body that is sent to an engine while it still comes from the client, and is never held whole."""
+"""A body that is sent to an engine while it still comes from the client, so that a large one is not held in memory."""
 
 from __future__ import annotations
 
