@@ -18,7 +18,8 @@ MAX_ERRORS = 5
 MAX_DEPTH = 8
 """Nesting of lists and maps; a valid file has 5. The parser itself is bounded only by the stack."""
 MAX_PRIORITY = 1000
-MAX_WEIGHT = 1000.0
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+"""Outside these, tokens divided by a weight could exceed what gateways take from each other (`share_sync.py`)."""
 NAME = r"^[a-z0-9]([-a-z0-9_.]{0,61}[a-z0-9])?$"
 EXAMPLE_TIME = "2027-01-31T00:00:00Z"
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -57,7 +58,7 @@ class _Entry(_Checked):
     requests_per_minute: int | None = Field(None, ge=1, le=10**9)
     tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
     requests_at_once: int | None = Field(None, ge=1, le=10**9)
-    weight: float = Field(1.0, gt=0, le=MAX_WEIGHT)
+    weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     isolation: Literal["none", "tenant"] = "none"
     cache_headers: bool = True

@@ -65,7 +65,9 @@ def test_every_field_is_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("weight: 2", "weight: 0", r"line 12: tenants\[0\].weight: .*greater than 0"),
+        ("weight: 2", "weight: 0", r"line 12: tenants\[0\].weight: .*greater than or equal to 0.001"),
+        ("weight: 2", "weight: 1.0e-308", r"line 12: tenants\[0\].weight: .*greater than or equal to 0.001"),
+        ("weight: 2", "weight: 1001", r"line 12: tenants\[0\].weight: .*less than or equal to 1000"),
         ("weight: 2", "wait: 2", r"line 12: tenants\[0\].wait: is not known here"),
         ("600", "'600'", r"line 9: tenants\[0\].requests_per_minute: .*valid integer"),
         ("600", "-1", r"line 9: tenants\[0\].requests_per_minute"),
