@@ -115,7 +115,7 @@ class PodTable:
     """The pods of the last LIST, updated by every event since, by name. `port`: a number, or a containerPort's name. If
     several numbers are given, each pod is an engine at each of them, and annotations for a port do not count.
 
-    `annotations` count for a pod that does not have its own; `key`: which key its engines get.
+    `annotations`: defaults for annotations that a pod lacks; `key`: which key the engines get.
     """
 
     def __init__(self, port: Ports, annotations: Mapping[str, str] | None = None, key: str = "") -> None:
@@ -137,8 +137,8 @@ class PodTable:
             self._pods[name] = self._read(change.object)
 
     def addresses(self) -> frozenset[EngineAddress]:
-        """Return where the engines are. If two pods claim one URL, the newer has it, because the end of the older one
-        is not known yet."""
+        """Return where the engines are. If two pods claim one URL, the newer has it: the older one has ended, but
+        that is not known yet."""
         by_url: dict[str, tuple[tuple[str, str], EngineAddress]] = {}
         for pod in self._pods.values():
             for address in pod.addresses:

@@ -1,4 +1,4 @@
-"""Begin attempts: each gets a load on its pod, a reporter to the other gateways and a session at the pod."""
+"""Begin attempts: each counts in its pod's load, is reported to the other gateways, and has a session at the pod."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attempts:
             prompt_tokens=inbound.prompt_tokens,
             uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
             output_tokens=inbound.output_tokens,
-            streams=inbound.stream and inbound.prompts == 1,  # else most prompts still wait after the first byte
+            streams=inbound.stream and inbound.prompts == 1,  # with several, most still wait after the first byte
         )
         lease.loads_adapter = choice.loads_adapter
         now_s = self._clock()

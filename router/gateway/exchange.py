@@ -56,7 +56,7 @@ class Exchange:
     begun: Begun | None = None
     """The answer that is passed on as it comes, once the client has the head."""
     keeps: list[str] = field(default_factory=list)
-    """Names of the places of the response and the conversation that the engine keeps of this request."""
+    """Names under which the gateway records which pod keeps this request's response and conversation."""
     breaks: int = 0
     """Number of times that the stream broke and another pod was to give the rest."""
 
@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def spent(self) -> int:
-        """Attempts so far, except at pods that only said that they leave: several pods in a row may do so."""
+        """Attempts so far, except at pods that only said that they are leaving: several in a row may do so."""
         attempts = self.attempts
         return sum([attempt.outcome is not Outcome.LEAVING for attempt in attempts]) if attempts else 0
 

@@ -9,7 +9,7 @@ from router.gateway.said import NamedEventsSaid
 
 
 class MessageSaid(NamedEventsSaid):
-    """The state of one message with one block of text. A second block, or one of another kind, is an obstacle."""
+    """The state of one message with one block of text. With any other block, no other pod can give the rest."""
 
     def __init__(self, endpoint: Endpoint = Endpoint.MESSAGES) -> None:
         super().__init__(endpoint)

@@ -22,8 +22,8 @@ def only_begins(events: bytes) -> bool:
 
 
 class ResponseSaid(NamedEventsSaid):
-    """The state of one response with one message with one part of text. A second item, or one of another kind, is an
-    obstacle."""
+    """The state of one response with one message with one part of text. With any other item or part, no other pod can
+    give the rest."""
 
     def __init__(self, endpoint: Endpoint = Endpoint.RESPONSES) -> None:
         super().__init__(endpoint)

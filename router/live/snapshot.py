@@ -20,7 +20,7 @@ from router.telemetry.totals import Totals
 
 MOST_PODS = 64
 MOST_NAMES = 32
-"""Most models, and most tenants, that are named."""
+"""The largest number of models, and of tenants, that are named."""
 MOST_HOLDERS = 8
 """Pods that are named for a prefix; the others are only counted."""
 
@@ -70,7 +70,7 @@ class Snapshots:
         }
 
     def prefixes(self, hottest: Sequence[HotPrefix]) -> list[dict[str, Any]]:
-        """Return hot prefixes, and the pods that hold them to their end."""
+        """Return hot prefixes, each with the pods that hold all of it."""
         rows = []
         for prefix in hottest:
             holders = self._index.holders(prefix.key)

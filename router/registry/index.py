@@ -149,7 +149,8 @@ class PrefixIndex:
         return sets, {pod: match for pod, match in matches.items() if match.host_strides or match.disk_strides}
 
     def _ends(self, keys: Sequence[PrefixKey], now_s: float) -> _Ends:
-        """Return slots with the strides that they all hold, and by slots the strides in host memory and on disk."""
+        """Return masks of slots, each with the strides that its slots hold: in any tier, in host memory, on disk.
+        In the latter two, a slot may be in several masks, whose strides add up."""
         if now_s >= self._next_expiry_s:
             self._expire(now_s)
         last, changes, found = self._last
@@ -260,8 +261,8 @@ class PrefixIndex:
 
         If there are very many keys, only the first are entered, which are a prefix of the request.
         Calls for one pod should give the same `ttl_s`, because an entry never expires before those used earlier.
-        `taken`, for a pod that reports nothing: what the request takes of its cache, so that the longest unused keys
-        are forgotten once the cache is full.
+        `taken`, for a pod that reports nothing: what the request takes of its cache, so that the keys unused for
+        longest are forgotten once the cache is full.
         """
         slot = self._slot(pod)
         speculation = self._speculations.get(pod)
@@ -356,8 +357,8 @@ class PrefixIndex:
         self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
 
     def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
-        """Note that the answer reused `tokens` more than the first `strides` of `keys`, which were believed. So the
-        pod's cache is larger than was thought, or these tokens were part of an earlier answer."""
+        """Note that the pod was believed to hold the first `strides` of `keys`, and the answer reused `tokens` more. So
+        its cache is larger than was thought, or these tokens were part of an earlier answer."""
         if strides < len(keys) and (speculation := self._speculations.get(pod)):
             speculation.was_held(keys[strides], tokens)
             self._show_room(pod, speculation)

@@ -35,7 +35,7 @@ _FIRST_REQUESTS = 20
 _NEAR = 0.5
 """Pods that hold at least this share of a prompt are worth waiting for."""
 _FULL = 1.25
-"""A pod with more than this many pods' worth of load gets no further group while another pod is free."""
+"""A pod that a further group would bring above this many pods' worth of load gets it only if too few have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class AffinityGroups(WidePolicy):
     keys (a conversation, a system prompt that one pod can serve) stays on the pod that holds it while that pod is
     within `bound` times the mean load: such text needs one pod, and the pod that already holds it serves best.
 
-    Shares follow traffic late. If more prompts in a row share one prefix than the size of its group explains, and no
-    pod holds more of the prompt than this prefix, all pods take turns: nothing but even arrivals is then to be gained.
+    Shares lag behind traffic. If more prompts in a row share one prefix than the size of its group explains, and no
+    pod holds more of the prompt than this prefix, all pods take turns: then all that can be gained is an even spread.
     Two prompts in a row are enough if every pod that holds the prefix has more prefill queued than its cache would
     save.
     """
@@ -178,8 +178,8 @@ class AffinityGroups(WidePolicy):
         its prefix, and each pod that holds the prefix has more tokens queued for prefill than the cache would save.
         `queued`: the fewest tokens queued on a pod that holds the prefix; 0 if the request is not such a second one.
 
-        `group`: number of pods that the request's `depth` popular keys own. Popular keys that are less than half of
-        the prompt own none.
+        `group`: number of pods that the request's `depth` popular keys own. It counts only if these keys make up half
+        of the prompt.
         """
         if longest_match >= _beyond(request, common) - 1:
             return False
@@ -304,7 +304,7 @@ def _candidates(
     depth: int,
 ) -> Sequence[PodId] | frozenset[PodId]:
     """Return every pod if neither the popular keys nor any pod's match make up half of the prompt. Otherwise return the
-    group. If most of the prompt is popular, pods outside the group that hold as much as any pod belong to it, too."""
+    group. If both the popular keys and the longest match make up half, the pods with that match are added."""
     popular = depth * request.prompt_tokens / max(1, len(request.keys))
     least = _NEAR * request.prompt_tokens
     if max(longest, popular) < least:
@@ -330,8 +330,8 @@ def _work_s(request: RequestInfo, cost: StepCost, overhead_s: float, matched_tok
     """Return how many seconds of the pod's time the request takes: its prefill, and its part in the steps that decode
     its answer.
 
-    The requests that decode in a step, on average `decoding` over the pods, share the step's fixed part. If a pod does
-    not report that part, the fixed part of a request stands for it.
+    The requests that decode in a step share its fixed part; `decoding`: the mean number of them on a pod. If the pod
+    does not report that part, the fixed part of a request stands for it.
     """
     uncached = max(0, request.prompt_tokens - matched_tokens)
     token_s = (cost.base_s + overhead_s) / (1 + decoding) + cost.sequence_s + cost.context_s * request.prompt_tokens

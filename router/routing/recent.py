@@ -31,7 +31,7 @@ class _Numbers:
         return self._array
 
     def set(self, pod_id: PodId, number: float) -> None:
-        """Change a pod's number. Beyond `_PODS` pods the longest unchanged number is forgotten."""
+        """Change a pod's number. Beyond `_PODS` pods the number unchanged for longest is forgotten."""
         self.by_pod.pop(pod_id, None)
         self.by_pod[pod_id] = number
         self._show(pod_id, number)

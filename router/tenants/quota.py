@@ -17,7 +17,7 @@ MAX_AHEAD_SHARE = 0.05
 """Largest share of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
 PACE_WEIGHT = 0.5
 SPARE_AT_ONCE = 0.1
-"""A gateway holds room for as many requests at once as its most in the last period, and for this share more."""
+"""A gateway holds room for the most requests that it had at once in the last period, and for this share more."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Meter:
         return self.awaited + int(min(AHEAD * self.pace, MAX_AHEAD_SHARE * self.limit))
 
     def give_back(self) -> None:
-        """Stop spending more than is wanted from now on, so that others may have the rest."""
+        """Keep no more than `wanted`, so that others may have the rest."""
         if self.limit is not None:
             self.left = min(self.left, self.wanted())
 
