@@ -23,7 +23,7 @@ ANSWER_SO_FAR = "answer_so_far"
 """Field of a request with the beginning of its answer. Engines whose model card lists it under `accepts` continue that
 answer. The tokens of the beginning count in `max_tokens`, and as completion tokens in `usage`."""
 MAX_LISTED = 16_384
-"""Most messages, or prompts, of one request: more than any real request has, and few enough not to block others."""
+"""The most messages or prompts in one request: more than any real request has, and few enough not to block others."""
 LARGE_BODY_BYTES = 2**18
 """A larger body is parsed with the garbage collector off, which would walk its values, up to millions, repeatedly."""
 
@@ -52,7 +52,7 @@ class RequestHead:
     salt: str
     prompts: int = 1
     further_bytes: int = 0
-    """Canonical bytes of the other prompts."""
+    """Number of canonical bytes of the other prompts."""
     media_parts: int = 0
     """Number of images and the like: each has MEDIA_BYTES of `canonical`."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 DONE_DATA = b"[DONE]"
 """Data of the last event of a stream in OpenAI's API, and in some engines' other APIs."""
 DONE = b"data: %b\n\n" % DONE_DATA
-"""The last event with that data."""
+"""That last event, as bytes."""
 
 
 def sse_event(data: bytes) -> bytes:
@@ -25,8 +25,8 @@ def named_event(name: str, data: bytes) -> bytes:
 
 
 GATHERED_FROM = 2**16
-"""If more bytes than this wait for the end of their event, chunks gather: a search of all bytes for each would cost the
-square of the event's size."""
+"""If more bytes than this wait for the end of their event, chunks are kept in a list: searching all these bytes anew
+with each chunk would cost the square of the event's size."""
 
 
 class SseDecoder:
@@ -35,7 +35,7 @@ class SseDecoder:
     def __init__(self, max_event_bytes: int = 16 * 2**20) -> None:
         self._buffer = b""
         self._gathered: list[bytes] = []
-        """Chunks of a large event that has not ended; `_buffer` then has only their last bytes."""
+        """Chunks of a large event that has not ended; `_buffer` then has only their last byte."""
         self._gathered_bytes = 0
         self._max_event_bytes = max_event_bytes
 

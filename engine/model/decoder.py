@@ -92,7 +92,7 @@ class Decoder:
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """Scale x [..., n] to a root mean square of 1 in float32, then by `weight` [..., n] (arXiv 1910.07467).
 
-    `eps`: a float32 scalar. It is a tensor, so that one operation squares and adds it.
+    `eps`: a float32 scalar. It is a tensor, so that one operation squares the norm and adds `eps`.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()

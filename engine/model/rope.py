@@ -45,7 +45,7 @@ def rotate_(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow long wavelengths by `factor`, keep short ones, blend those between (Llama 3.1's reference code)."""
+    """Slow down long wavelengths by `factor`, keep short ones, blend those between (Llama 3.1's reference code)."""
     wavelengths = 2 * math.pi / plain
     slow = plain / rope.factor
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (

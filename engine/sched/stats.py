@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters that only grow. Metrics are the difference between two of these."""
+    """Counters that only grow. For a period, subtract the counters at its start from those at its end."""
 
     prompt_tokens_queried: int = 0
     """Prompt tokens of requests at their first admission."""

@@ -44,7 +44,7 @@ class _Chat:
 
 
 def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
-    """Return the job in `body`. Raises BadRequest naming the field at fault, ModelNotFound."""
+    """Return the job in `body`. Raises ModelNotFound, or BadRequest naming the field at fault."""
     fields = parse_fields(MessagesFields, parse_body(body), REFUSED)
     check_model(model, fields.model)
     chat = _chat(model, fields)
@@ -72,7 +72,7 @@ def count_tokens(model: ModelText, body: bytes) -> int:
     check_model(model, fields.model)
     text = _chat(model, fields).text
     check_length(model, text, "messages")
-    # Not from the token cache: this request names no salt.
+    # The token cache is not used, because this request names no salt.
     return len(model.tokenizer.encode(text, add_special_tokens=False).ids)
 
 

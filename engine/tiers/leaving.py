@@ -34,19 +34,19 @@ class Leaving:
         self.part: CachedSequence | None = None
         """None: copying has not begun."""
         self.lacked = self.worthless = 0
-        """Blocks for which the tier below had no room; blocks that are computed sooner than copied."""
+        """Blocks for which the tier below had no room; blocks that take less time to compute than to copy."""
         self.is_cut = False
         self._has_room = has_room
         self._asked = self._indexed = self._open = 0
         self._stop = len(sequence.nodes) if has_room else 0
         self._arrived: dict[int, int] = {}
-        """First block -> stop of pieces that have ended."""
+        """For each piece that has ended: index of its first block -> index after its last block that arrived."""
         self._repairs: Sequence[BlockPair] = ()
         link.unasked += self.unasked
 
     def begin(self, cost: StepCost) -> None:
-        """Decide what to copy. The blocks that the tier below already has count as used there. `cost`: of computing a
-        block."""
+        """Decide what to copy. The blocks that the tier below already has count as used there. `cost`: tells how long a
+        block takes to compute."""
         link, blocks = self.link, len(self.sequence.nodes)
         self.link.unasked -= self.unasked
         part = self.part = self.sequence.fork()

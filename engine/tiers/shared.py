@@ -76,7 +76,7 @@ class _Described:
 
 
 class SharedCopies:
-    """A `BlockMover` from blocks of the tier above to files."""
+    """A `BlockMover` between blocks of the tier above and files."""
 
     def __init__(self, folder: SharedFolder, upper: UpperBlocks, slots: int) -> None:
         """`slots`: files that are kept in the index at a time."""
@@ -241,7 +241,7 @@ class OpenShared:
         except OSError as error:
             log.warning("shared tier: no room can be made in %s: %s", self.folder.root, error)
             return
-        if swept is None:  # another engine is sweeping, and leaves room for some time
+        if swept is None:  # another engine is sweeping; the room it makes will last for some time
             self._again_at_s = time.monotonic() + RETRY_S
             self.copies.borrow(SWEEP_SHARE * self.max_bytes)
             return

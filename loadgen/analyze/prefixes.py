@@ -23,7 +23,7 @@ def top_runs(sharing: Sharing) -> dict[int, list[int]]:
 
 
 def prefixes(sharing: Sharing, begins: dict[int, str]) -> tuple[SharedPrefix, ...]:
-    """Return the runs in `begins` as shared prefixes; `begins` maps each run to its first text."""
+    """Return the runs in `begins` as shared prefixes; `begins` maps each run to the beginning of its text."""
     uses = np.bincount(sharing.path_runs, minlength=len(sharing.run_blocks))
     found = []
     for run, text in begins.items():

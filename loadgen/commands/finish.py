@@ -53,7 +53,8 @@ def check_writable(folder: str, flag: str) -> None:
 
 
 def report(result: Result, output: OutputSettings | None, prog: str) -> int:
-    """Write the files of `output`, then print the result (the reader may leave early); return the exit status."""
+    """Write the files of `output`, then print the result (whoever reads standard output may stop early); return the
+    exit status."""
     paths, unwritten = Paths(), None
     if output is not None:
         try:

@@ -159,8 +159,8 @@ def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
 
 
 def sessions_of(workload: Workload, prompts: int, first: int = 0) -> tuple[int, int]:
-    """Return how many sessions from `first` on have at least `prompts` requests (all sessions if they have fewer), and
-    the number of their requests."""
+    """Return how many sessions from `first` on it takes to have at least `prompts` requests in total (all sessions if
+    they have fewer), and the number of requests in these sessions."""
     sessions = requests = 0
     while requests < prompts and (workload.length is None or first + sessions < workload.length):
         requests += len(workload.session(first + sessions).turns)

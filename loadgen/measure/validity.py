@@ -1,4 +1,4 @@
-"""Whether a run measured the server, or measured the load generator, or was too small."""
+"""Whether a run measured the server, or measured the load generator, or had too many failures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def lag_share(ttft_s: Floats, lag_s: Floats) -> tuple[str, float]:
     """Return the figure of the TTFT that the lag changes most, and how much of that figure may be lag, as a share.
 
     `ttft_s` counts from the intended send time, so each request's lag is a part of its TTFT. The effect of lag on a
-    figure is the figure's loss when every request's lag is subtracted. That holds for means and for percentiles.
+    figure is how far the figure falls when every request's lag is subtracted. That holds for means and percentiles.
     """
     from_send_s = ttft_s - lag_s
     shares = {"mean": _share(float(ttft_s.mean()), float(from_send_s.mean()))}

@@ -1,4 +1,4 @@
-"""The measure for other routers: `predicted_ttft`'s decision with each pod's exact cache, queue and cost at that
+"""The yardstick for other routers: `predicted_ttft`'s decision with each pod's exact cache, queue and cost at that
 moment."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Omniscient:
         self._policy = make_policy("predicted_ttft", options)
         self._waiting: dict[str, dict[int, _Waiting]] = {}
         self._coming: dict[str, Counter[bytes]] = {}
-        """Pod -> digests of the blocks that its open requests hold or will compute."""
+        """Pod -> digests of the prompt blocks of its requests that have no first token yet."""
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`; not needed, because this router sees the pods."""

@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 _ROUNDS = 4
-"""Rounds of the Feistel network: enough for an order in which groups are mixed."""
+"""Rounds of the Feistel network: enough for an order that mixes prompts of different groups."""
 
 
 def rng_of(seed: int, *names: str | int) -> random.Random:

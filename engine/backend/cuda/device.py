@@ -60,8 +60,8 @@ class Device(Protocol):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the error, or an error in its context, is a lack of device memory. The driver and Triton raise
-    RuntimeErrors with such a text, and the end of a failed capture raises a further, different error."""
+    """Return whether the error, or an error in its context, means a lack of device memory. The driver and Triton raise
+    RuntimeErrors that say so, and the end of a failed capture raises a further, different error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True

@@ -1,4 +1,4 @@
-"""Keeps the SDK out of a program that sends nothing."""
+"""Keeps the OpenTelemetry SDK out of a program that sends no telemetry."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def load_over_time(result: Result) -> Plot | None:
         return series.in_flight
 
     told = "; ".join(f"{a.name}: imbalance {number(a.summary.imbalance)}" for a in arms)
-    alt = f"Requests in flight per pod over time. Imbalance is largest over mean. {told}."
+    alt = f"Requests in flight per pod over time. Imbalance is the largest load divided by the mean. {told}."
     caption = f"{_how_drawn(arms, values)} If lines are far apart, some pods idle while others queue."
     return _over_time(
         result, arms, values, ("load", "Load per pod over time", caption, alt, "requests in flight"), False
