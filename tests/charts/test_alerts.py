@@ -71,7 +71,7 @@ HEALTH = {
     tier("warmroute_tier_fetches_total", outcome="arrived"): "0+9x1600",
     tier("warmroute_tier_fetches_total", outcome="given_up"): "0+2x1600",
 }
-"""Return the series of a fleet that is busy but well, with a long queue that does not grow."""
+"""The series of a fleet that is busy but well, with a long queue that does not grow."""
 
 TROUBLE: dict[str, tuple[int, dict[str, str]]] = {
     "WarmrouteGatewayAbsent": (HOUR, dict.fromkeys((name for name in HEALTH if "gateway_in_flight" in name), "_x1600")),

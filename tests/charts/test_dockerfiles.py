@@ -139,7 +139,7 @@ def test_a_torch_for_cpus_is_no_engine_for_cards() -> None:
 
 
 def test_kernels_are_compiled_on_a_volume(any_helm: Helm) -> None:
-    """Triton keeps compiled kernels below HOME and loads them from there, because the root is read-only."""
+    """Triton keeps compiled kernels below HOME and loads them from there. HOME is a volume: the root is read-only."""
     seen = 0
     for values in (*CI_VALUES, *PROFILES):
         for where, template in pod_templates(any_helm.render(values)):

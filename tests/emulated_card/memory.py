@@ -91,7 +91,7 @@ class Memory:
         return Allocation(self, Region(data, stream, pool))
 
     def free(self, region: Region) -> None:
-        """Take back an allocation's memory. The caller has the memory's stream poison it."""
+        """Take back an allocation's memory. The caller makes the memory's stream poison it."""
         size = len(region.data)
         self.allocated -= size
         if size <= _POISONED:

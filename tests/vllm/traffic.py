@@ -71,8 +71,8 @@ async def stream(
     *,
     on_pod: Callable[[str], object] = lambda pod: None,
 ) -> dict[str, Any]:
-    """Return the usage of a whole stream. Raise AssertionError for any other stream. `on_pod` gets the name of the pod
-    with the first token."""
+    """Return the usage of a whole stream. Raise AssertionError for any other stream. `on_pod` is called with the
+    pod's name when the first token comes."""
     body = {
         "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -95,6 +95,6 @@ def account(events: Sequence[bytes], tokens: int) -> dict[str, Any]:
     reasons = [choice["finish_reason"] for event in parsed for choice in event["choices"] if choice["finish_reason"]]
     assert reasons == ["length"], f"the reasons {reasons}, in a stream that ends in {events[-3:]}"
     usage: dict[str, Any] = parsed[-1]["usage"]
-    # If another server gave the rest, it tokenized the text so far anew, and random weights wrote that text.
+    # If another server gave the rest, it tokenized the text so far anew, which gives other counts for random text.
     assert tokens / 2 <= usage["completion_tokens"] <= 2 * tokens, usage
     return usage

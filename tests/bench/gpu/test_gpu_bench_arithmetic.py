@@ -121,7 +121,7 @@ def test_what_sequences_write_is_their_own(batch: int, context: int, room: int, 
 
 
 def test_two_steps_that_read_the_same_blocks_are_a_whole_pool_apart() -> None:
-    """Otherwise the second sequence would find its blocks in the cache, and decode faster than any card can."""
+    """Otherwise the second sequence would read its blocks from the card's L2 cache, faster than from its memory."""
     backend: Any = SimpleNamespace(pool=SimpleNamespace(block_size=4))
     tables, shares = Steps(backend, range(100)).tables(8, 80, 1)
     assert shares

@@ -1,4 +1,4 @@
-"""A real model behind a backend that takes two steps gives the same tokens as an engine that waits for each step."""
+"""With two steps in flight, a real model gives the same tokens as in an engine that waits for each step."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ async def test_a_client_that_reads_nothing_is_dropped(
 async def test_a_client_that_does_not_read_the_last_bytes_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """The end of a body waits until the transport has room again, and so does an answer that is sent at once."""
+    """The end of a body waits until the transport has room again, and so does an answer that is sent in one piece."""
     monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
 
     async def never(*_: object) -> None:

@@ -68,7 +68,7 @@ def test_sglang_follows_a_match_of_over_30_percent_and_else_the_least_loaded() -
     send(peer, 1, [1, 2, 3, 4], A)
     busy(peer, A, 5)
     assert peer.choose(offered(2, [1, 2, 3, 70, 71, 72, 73, 74, 75]), [], 1.0) == A, "3 of 9: 33 %"
-    assert peer.choose(offered(3, [1, 2, 3, 70, 71, 72, 73, 74, 75, 76]), [], 1.0) == A, "4 of 10 since then"
+    assert peer.choose(offered(3, [1, 2, 3, 70, 71, 72, 73, 74, 75, 76]), [], 1.0) == A, "9 of 10 since then"
     assert peer.choose(offered(4, [1, 2, 3, 80, 81, 82, 83, 84, 85, 86]), [], 1.0) == B, "3 of 10 is not over 30 %"
 
 
@@ -102,7 +102,7 @@ def test_smg_adds_queue_tokens_and_kv_pressure() -> None:
     assert peer.choose(offered(2, tokens=1), [], 1.0) == B, "1,500 against 1,024"
     full = fresh(SmgLeastLoad)
     for pod, kv in ((A, 0.9), (B, 0.0)):
-        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 9 = 1.35 s, as long as 2,700 tokens
+        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 0.9 / (1 - 0.9) = 1.35 s, as for 2,700 tokens
     busy(full, B, 1, tokens=2600)
     assert full.choose(offered(1, tokens=1), [], 1.0) == B
     busy(full, B, 1, first=2000, tokens=200)
@@ -116,7 +116,7 @@ def test_smg_counts_what_it_sent_until_the_next_poll_alone() -> None:
     )
     peer.scraped(A, Scrape(1, 0, 0.0), 1.0)
     peer.scraped(B, Scrape(0, 0, 0.1), 1.0)
-    assert peer.choose(offered(2, tokens=10), [], 1.0) == A, "the poll includes its request, and none waits"
+    assert peer.choose(offered(2, tokens=10), [], 1.0) == A, "by the poll, A's request runs and none waits"
     late = fresh(SmgLeastLoad)
     late.scraped(A, Scrape(0, 9, 0.0), 0.0)
     busy(late, B, 1)
@@ -159,7 +159,7 @@ def test_dynamo_counts_a_block_that_requests_share_once() -> None:
     peer.ended(shared[1], A, 0.2, completed=True)
     peer.reported(B, held(1, 2, 3, 4), 0.2)
     peer.reported(A, held(1, 2, 3, 4), 0.2)
-    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "16 and no blocks of its own, against 24 and 16"
+    assert peer.choose(offered(11, [1, 2, 3, 4]), [], 0.3) == A, "A: 16, and no new blocks; B: 24 + 16"
 
 
 def test_dynamo_knows_nothing_of_its_own_choices_before_events() -> None:
@@ -174,7 +174,7 @@ def test_llmd_weighs_queue_against_a_partial_match(kind: type[Peer], expected: s
     send(peer, 1, [1], A)
     peer.scraped(A, Scrape(1, 9, 0.0), 0.0)
     peer.scraped(B, Scrape(1, 3, 0.0), 0.0)
-    # 322: A 3/4 + 0 + 2, B 0 + 2 + 2; 211: A 2/4 + 0 + 1, B 0 + 1 + 1
+    # weights 3, 2, 2: A 3/4 + 0 + 2, B 0 + 2 + 2; weights 2, 1, 1: A 2/4 + 0 + 1, B 0 + 1 + 1
     assert peer.choose(offered(2, [1, 70, 71, 72]), [], 0.0) == expected
 
 
@@ -184,7 +184,7 @@ def test_llmd_322_prefers_a_whole_match_to_the_shortest_queue_and_211_as_well() 
         send(peer, 1, [1, 2, 3, 4], A)
         peer.scraped(A, Scrape(1, 9, 0.2), 0.0)
         peer.scraped(B, Scrape(1, 3, 0.0), 0.0)
-        # 322: A 3 + 0 + 1.6 = 4.6, B 0 + 2 + 2; 211: A 2 + 0 + .8 = 2.8, B 1 + 1
+        # weights 3, 2, 2: A 3 + 0 + 1.6 = 4.6, B 0 + 2 + 2; weights 2, 1, 1: A 2 + 0 + 0.8 = 2.8, B 0 + 1 + 1
         assert peer.choose(offered(2, [1, 2, 3, 4]), [], 0.0) == A
 
 
@@ -271,7 +271,7 @@ def test_preble_hands_over_if_the_holder_has_twice_the_load() -> None:
     for number in range(3, 12):
         send(peer, number, [100 * number + i for i in range(32)], A)
     assert peer.choose(offered(20, keys), [], 1.0) == B
-    assert peer.choose(offered(21, [*keys, 999]), [], 400.0) in (A, B), "three minutes later the load is forgotten"
+    assert peer.choose(offered(21, [*keys, 999]), [], 400.0) in (A, B), "after three minutes the load is forgotten"
     assert peer._load(A, 400.0) + peer._load(B, 400.0) == pytest.approx(peer._sums[A] + peer._sums[B])
 
 

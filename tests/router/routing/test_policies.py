@@ -1,4 +1,4 @@
-"""Properties that every policy keeps for any pods."""
+"""Properties that policies keep for any pods, and choices in situations made by hand."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def chosen(name: str, request: RequestInfo, pods: Sequence[PodView]) -> PodId:
 
 
 def nearly_best(scores: Sequence[PodScore], tie: float = 0.6) -> list[int]:
-    """Return the pods with the lowest score, and for `predicted_ttft` those that are equal by README.md."""
+    """Return the pods with the lowest score; for `predicted_ttft` also those that README.md counts as equal to them."""
     best = min(range(len(scores)), key=lambda i: scores[i].score)
     own_s = max(score.parts.get("own_s", 0.0) for score in scores if score.score == scores[best].score)
     warm = [i for i, score in enumerate(scores) if "tied_uneven_s" in score.parts] or range(len(scores))
@@ -133,7 +133,7 @@ def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
     policy = make_policy("predicted_ttft")
     decoding = PodView(PodId("decoding"), matched_tokens=matched, cost=COST, in_flight=1, decoding=1)
     idle_pod = PodView(PodId("idle"), matched_tokens=matched, cost=COST)
-    for i in range(3):  # the idle pod has got all recent requests
+    for i in range(3):  # the idle pod got all recent requests
         policy.choose(RequestInfo((), 2100, NOW_S + i), [idle_pod])
     chosen = policy.choose(RequestInfo((), 2100, NOW_S + 4, parting=parting), [decoding, idle_pod], explain=True)
     assert [score.parts["tied"] for score in chosen.scores] == [1.0, 1.0]
@@ -446,8 +446,8 @@ def test_a_long_prompt_waits_for_no_long_queue() -> None:
 
 
 def test_a_long_prompt_does_not_queue_behind_another_to_spare_what_decodes_elsewhere() -> None:
-    """Sparing them is not worth it: they decode for a second or two, and the prompt would wait five seconds and then
-    prefill for seven."""
+    """Sparing those requests is not worth it: they decode for a second or two, and the prompt would wait five seconds
+    and then prefill for seven."""
     decoding = PodView(
         PodId("decoding"), in_flight=12, decoding=12, context_tokens=12_000, prefill_free_at_s=NOW_S, cost=COST
     )
