@@ -64,10 +64,13 @@ class Meter:
         self.pace += PACE_WEIGHT * (max(0, self.used_in_period) - self.pace)
         self.used_in_period = 0
 
-    def settle(self, reported: int, wanted: int, granted: int, shared_left: int) -> None:
-        """Take an answer to a report of `reported`. What was used since then is subtracted from what it grants."""
+    def settle(self, limit: int | None, reported: int, wanted: int, granted: int, shared_left: int) -> None:
+        """Take an answer to a report of `reported`. What was used since then is subtracted from what it grants.
+
+        If the limit was another one when the report was made, the answer grants nothing.
+        """
         self.used -= reported
-        if self.limit is not None:
+        if self.limit is not None and limit == self.limit:
             self.left = granted - self.used
             self.is_short = granted < wanted
             self.shared_left = shared_left
@@ -196,9 +199,18 @@ class Quota:
 
     def settle(self, report: Report, grant: Grant, now_s: float) -> None:
         """Take the answer to `report`."""
-        self.requests.settle(report.requests_used, report.requests_wanted, grant.requests, grant.requests_left)
-        self.tokens.settle(report.tokens_used, report.tokens_wanted, grant.tokens, grant.tokens_left)
-        if report.limits == self.limits and self.limits.requests_at_once is not None:
+        limits = report.limits
+        self.requests.settle(
+            limits.requests_per_minute,
+            report.requests_used,
+            report.requests_wanted,
+            grant.requests,
+            grant.requests_left,
+        )
+        self.tokens.settle(
+            limits.tokens_per_minute, report.tokens_used, report.tokens_wanted, grant.tokens, grant.tokens_left
+        )
+        if limits.requests_at_once == self.limits.requests_at_once and self.limits.requests_at_once is not None:
             self.cap = grant.at_once
             self._is_at_once_short = grant.at_once < report.at_once_wanted
         self._slots = grant.slots

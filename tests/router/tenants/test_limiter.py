@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from router.tenants.ledger import PERIOD_S, Grant, Report
 from router.tenants.limiter import ASK_S, RETRY_S, Limiter, RateLimited
 from router.tenants.local_ledger import LocalLedger
+from router.tenants.quota import Quota
 from router.tenants.tenant import Tenant, TenantLimits
 
 pytestmark = pytest.mark.looptime
@@ -243,3 +244,18 @@ async def test_other_limits_take_effect_while_requests_run() -> None:
             assert await offer(limiter, who, 100) == 100
             limiter.use([])
         assert await offer(limiter, who, 10) == 10
+
+
+@pytest.mark.parametrize(("before", "after"), [(10**6, 100), (100, 10**6), (100, None), (None, 100)])
+def test_an_answer_to_a_report_under_other_limits_grants_nothing(before: int | None, after: int | None) -> None:
+    quota = Quota("t", TenantLimits(tokens_per_minute=before))
+    quota.wait_for(50, 1)
+    report = quota.report()
+    quota.change(TenantLimits(tokens_per_minute=after))
+    quota.settle(report, Grant(0, 50_000, 0, 0, 10**6, 1, ()), 0.0)
+    assert quota.take(1) == (after is None)
+    assert quota.tokens.is_short is False
+    report = quota.report()
+    quota.settle(report, Grant(0, 50, 0, 0, 50, 1, ()), 1.0)
+    assert quota.take(50)
+    assert not quota.take(1) or after is None
