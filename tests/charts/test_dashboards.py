@@ -26,7 +26,7 @@ ROUTES = {
     "sglang:http_responses_total": {"endpoint": "/v1/x"},
 }
 """Labels by which a panel selects."""
-UNITS = {"s", "short", "reqps", "ops", "percentunit", "Bps", "bool_yes_no"}
+UNITS = {"s", "short", "reqps", "ops", "percentunit", "Bps", "bool_yes_no", "bytes"}
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
 

@@ -22,7 +22,8 @@ from tests.router.gateway.helpers import eventually
 
 STREAMS = 16
 TOKENS = 100
-BIAS = 8.0
+BIAS = 30.0
+"""So large that in all of the streams no token without a bias is chosen."""
 
 
 def words(checkpoint: Path) -> dict[str, float]:
