@@ -166,7 +166,7 @@ class Form:
             raise _broken(fault_of(error)) from None
         except (ValueError, RuntimeError, AssertionError, *_WARNINGS) as error:
             raise _broken(str(error)) from None
-        leave_gate(self._request)  # a connection takes a place in the gate at the end of a body
+        leave_gate(self._request)  # the connection may have taken a place when the body's end came
         if self._content.total_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return found

@@ -89,7 +89,7 @@ class Telling:
         self._listeners: list[OnRouted] = []
 
     def listen(self, listener: OnRouted) -> None:
-        """Call `listener` with each request to a pod that publishes nothing, of this gateway or another."""
+        """Call `listener` with each request that this or another gateway sends to a pod that publishes nothing."""
         self._listeners.append(listener)
 
     def is_told(self, pod: PodId) -> bool:

@@ -44,12 +44,12 @@ class Reported:
         self.fetch: FetchCosts = NO_FETCH_COSTS
         """What fetching from the pod's tiers costs, by the last report that said so."""
         self.is_count = False
-        """Whether the last report was the engine's count of its requests. This gateway may hear later of requests that
-        others sent before."""
+        """Whether the last report was the engine's count of its requests. This gateway may still hear of requests that
+        others sent before that report."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
-        """Share of the last report that this gateway did not send."""
+        """The part of the last report's load that this gateway did not send."""
         self.others_until_s = 0.0
         """When the others' prefill should end."""
         self._waiting_since_s = math.inf
