@@ -53,7 +53,7 @@ class Costs:
         self.ttft_s: list[float] = []
         self.own_s: list[float] = []
         self.duplicate_s = [0.0] * pods
-        """Seconds that a pod with the longest match would save: of the prefill, and of the delay to decoding requests."""
+        """Seconds that a pod with the longest match would save: of prefill, and of the delay to decoding requests."""
         self.switch_s = [0.0] * pods
         self.credit_s = [0.0] * pods
         """The debt to the prefix, taken off the score of a pod that would hold a further copy. A request with more
