@@ -1,8 +1,8 @@
 """Read a form that a client uploads (`multipart/form-data`) part by part, and write it anew for an engine.
 
 The new form has the gateway's own boundary, so an engine reads exactly what the gateway read: otherwise one parser
-might find a field `model` that the other misses. That field is moved to the front, with the name that the engine
-knows.
+might find a field `model` that the other misses. That field is moved to the front, with the engine's name for the
+model.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Told:
 
 
 class Telling:
-    """`publishes`: whether a pod reports to the registry itself, so gateways need not tell each other about it."""
+    """Reports requests. `publishes`: whether a pod reports to the registry itself, so that gateways need not do so."""
 
     def __init__(self, publishes: Callable[[PodId], bool], notebook: Notebook | None, clock: Clock) -> None:
         """`notebook`: None if there are no other gateways to tell."""

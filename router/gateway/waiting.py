@@ -30,7 +30,8 @@ LONGEST_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait in that case."""
+    """Bounds of the waiting room: seconds from a request's arrival while every pod is saturated (`queue_s`), or while
+    the model has no pod (`activation_s`). 0: requests do not wait."""
 
     queue_s: float
     activation_s: float

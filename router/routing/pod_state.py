@@ -463,7 +463,7 @@ class PodState:
                 self._unheard.add(request_id, request)
 
     def _step_ended(self, now_s: float) -> None:
-        """Note that a step ended without a first token for this gateway: requests sent during it begin the next."""
+        """Note that a step ended without a first token for this gateway: requests sent during it join the next step."""
         began_s, self._stepped_s = max(self._stepped_s, now_s - self._step_s()), now_s
         unbegun: list[Sent] = []
         for request in reversed(self._pending.values()):
