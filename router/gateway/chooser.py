@@ -322,7 +322,7 @@ class Chooser:
     def heard(
         self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
-        """Count a request that another gateway sent. `request`: the gateway's random number, a dot, the request's number."""
+        """Count another gateway's request. `request`: the gateway's random number, a dot, the request's number."""
         now_s = self._clock()
         predictor = self._policies_of(pod.model).get("predicted_ttft")
         if isinstance(predictor, PredictedTtft):

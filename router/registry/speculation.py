@@ -40,7 +40,7 @@ def _use(used_at_s: float, expires_at_s: float, settled_at_s: float = -math.inf,
 
 
 def _unpack(use: _Use) -> tuple[float, float, float, bool]:
-    """Return the arguments of the `_use` that made it."""
+    """Return the arguments from which `_use` made `use`."""
     return _USE.unpack(use)
 
 

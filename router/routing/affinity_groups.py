@@ -53,8 +53,8 @@ class AffinityGroups(WidePolicy):
     """Finds the request's deepest popular prefix that has a group, and chooses the least loaded pod of that group.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
-    prefix's share, but changes only if it is off by `hysteresis` pods. A group has a whole number of pods, which
-    never fits its share exactly, so excess requests of a group go to other pods. Text that recurs behind the popular
+    prefix's share, but changes only if it is off by more than `hysteresis` pods. A group has a whole number of pods,
+    which never fits its share exactly, so excess requests of a group go to other pods. Text that recurs behind the popular
     keys (a conversation, a system prompt that one pod can serve) stays on the pod that holds it while that pod is
     within `bound` times the mean load: such text needs one pod, and the pod that already holds it serves best.
 
