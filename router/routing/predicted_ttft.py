@@ -43,7 +43,7 @@ class Costs:
     """What each pod would cost, in seconds. It has a list for each number, because an object for each pod would take
     most of the time of a decision.
 
-    A score is the sum of a pod's `parts` without `duplicate_s`, less `credit_s`. `parts` are filled only if the caller asks for them.
+    A score is the sum of a pod's `parts` without `duplicate_s`, less `credit_s`. `parts` are filled only on request.
     """
 
     __slots__ = ("credit_s", "duplicate_s", "own_s", "parts", "scores", "switch_s", "ttft_s", "uneven_s")

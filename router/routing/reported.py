@@ -66,8 +66,8 @@ class Reported:
         self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
 
     def known_since(self, sent_s: float) -> None:
-        """Remove from the others' share one request, sent by another gateway at `sent_s`, that is known from now on.
-        Otherwise it would count twice until the next count."""
+        """Note a request that another gateway sent at `sent_s` and that is known from now on. If the last report is a
+        count that includes it, remove it from the others' share. Otherwise it would count twice until the next count."""
         others = self.others
         if not self.is_count or sent_s > self.at_s or not others.running:
             return
