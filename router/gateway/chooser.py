@@ -361,7 +361,7 @@ class Chooser:
             self._telling.forgotten(pod, is_sure=is_sure)
 
     def forget(self, pod: PodId, at_s: float) -> None:
-        """Drop all keys of the pod except those of requests after `at_s`."""
+        """Drop the keys that the pod has not reported, except those of requests after `at_s`."""
         self._index.forget_until(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:

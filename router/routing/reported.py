@@ -67,7 +67,7 @@ class Reported:
 
     def known_since(self, sent_s: float) -> None:
         """Note a request that another gateway sent at `sent_s` and that is known from now on. If the last report is a
-        count that includes it, remove it from the others' share. Otherwise it would count twice until the next count."""
+        count that includes it, remove it from the others' share: it would count twice until the next count."""
         others = self.others
         if not self.is_count or sent_s > self.at_s or not others.running:
             return
