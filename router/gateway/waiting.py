@@ -94,8 +94,9 @@ class WaitingRoom:
 
         `on_wait` is called if the request has to wait.
 
-        Raises TooManyRequests if the request would wait too long, finds no place in the queue, or is sheddable and would
-        have to wait. Raises Unavailable if there is no pod by then. A request that is cancelled here leaves the queue.
+        Raises TooManyRequests if the request would wait too long, if it finds no place in the queue, or if it is
+        sheddable and would have to wait. Raises Unavailable if there is no pod by then. A request that is cancelled
+        here leaves the queue.
         """
         model, now_s = inbound.model, self._loop.time()
         line = self._lines.get(model)
