@@ -147,8 +147,8 @@ class Proxy:
     async def _choose_again(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> Choice | None:
         """Choose a pod for the next attempt of a request that has failed; None if there is none.
 
-        The request waits if every pod is full, or if the last pod has left. An upload that cannot be sent again from
-        its beginning gets no further attempt.
+        The request waits if every pod is full and so was the last one tried, or if no pod is left. A request bound to
+        one pod, and an upload that cannot be sent again from its beginning, get no further attempt.
         """
         if inbound.only is not None or (inbound.upload is not None and not inbound.upload.is_replayable):
             return None
