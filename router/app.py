@@ -149,7 +149,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
 
 
 async def _leave_when_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """End kept connections with their next answer: an idle one would break the client's next request."""
+    """End kept connections with their next answer: ending them later would break the client's next request."""
     if request.app[ADMISSION].is_draining:
         end_connection(response)
 

@@ -143,8 +143,8 @@ def operators_door(app: web.Application) -> Door:
 async def serve(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
 
-    Raises CannotListen and UnusableFile if it cannot start. Raises TaskDied after the same drain, but without its
-    delay.
+    Raises CannotListen and UnusableFile if it cannot start. Raises TaskDied after the same drain, but without
+    `drain_delay_s`.
     """
     for words in without_effect(settings, RULES):
         log.warning("%s", words)

@@ -1,4 +1,4 @@
-"""What one pod's events say about its blocks: number of copies, tiers, and whether a block counts at all. Pure."""
+"""What one pod's events say about its blocks: number of copies, tiers, and which blocks are followed at all. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockCounts:
     orphans: int = 0
     """Blocks whose beginning is not known, because they were stored before the stream was followed."""
     passed_over: int = 0
-    """Blocks that are not of full attention: they alone are not enough to reuse a prefix."""
+    """Blocks of groups of layers that are not followed. Only the first group with full attention is followed."""
 
 
 class PodBlocks:

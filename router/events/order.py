@@ -1,4 +1,4 @@
-"""The order in which a stream's batches count, and what a missing batch means: a gap, a replay or a restart. Pure.
+"""The order in which a stream's batches are applied, and what a missing one means: a gap, a replay or a restart. Pure.
 
 An engine numbers its batches from 0 and keeps the last ones (vLLM: 10,000) to send again. A replay always begins with
 the last batch that was applied. If the same batch comes back, the engine is the same. Otherwise it has restarted, and
@@ -69,7 +69,7 @@ class Order:
         """Note a new connection, which ends any running replay. Call this before the first batch that comes through it.
 
         The engine may be another one. A batch with the next number does not show that the engine is the same: another
-        engine may have published as many batches. So no batch counts before a replay has been asked for and answered.
+        engine may have published as many batches. So no batch is applied before a replay was asked for and answered.
         """
         self._held.clear()
         self._held_bytes = 0

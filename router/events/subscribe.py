@@ -67,7 +67,7 @@ class Stream:
     ) -> None:
         """`address`: where the engine publishes; None: it connects to the gateway, which passes batches to `live`.
         `apply`, `forget`: see Order. `stale`: called when the stream has been down for long. `flows`: called with
-        `is_flowing`."""
+        `is_flowing` when that changes."""
         self.address = address
         self.replay_address = replay_address
         self._context = context

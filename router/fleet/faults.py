@@ -3,12 +3,11 @@
 A broken engine answers 500 at once while its probes succeed. So it looks idle and fast, and would attract every
 request. Pure: every time is seconds of one monotonic clock, passed in.
 
-    IN -- failures in a row --> OUT -- its time is over, probe answered --> ON_TRIAL -- a request --> TRIED
+    IN -- failures in a row --> OUT -- the ejection is over, a probe is answered --> ON_TRIAL -- a request --> TRIED
+    TRIED --> IN if the request gets its whole answer, OUT for longer if it fails, otherwise ON_TRIAL again
 
 A pod may itself say that it takes no more requests, as a draining vLLM does. It is out as soon as it says so, and is
 tried like an ejected pod. But leaving is no failure, and the pod is not used even if no other pod is left.
-
-    TRIED: IN, when the request gets its whole answer; OUT for longer, when it fails; otherwise ON_TRIAL once more
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 JITTER = 0.2
 EARLY_S = 1e-6
-"""An event loop may run a timer this much too early; then the wait is over."""
+"""An event loop may run a timer this much too early. A wait that ends so early is over all the same."""
 LONGEST_UNPROBED_S = 60.0
 """Every pod is probed this often, whatever else shows that it runs: only a probe shows which models it serves."""
 MAX_SEEN_MODELS = 1024

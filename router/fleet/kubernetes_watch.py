@@ -46,7 +46,7 @@ class Table(Protocol[Object]):
 
 
 class Watch(Generic[Object]):
-    """The objects of one API. `connect` returns it with fresh credentials; `table` is kept current.
+    """The objects of one API. `connect` returns that API with fresh credentials; `table` is kept current.
 
     `where` begins each line of the log. `kept` is the text that says what stays while the API server cannot be
     followed.
@@ -76,7 +76,7 @@ class Watch(Generic[Object]):
         self._errors = 0
 
     def status(self) -> DiscoveryStatus:
-        """Return the status. Synced: at the last LIST, or the end of the last watch that ran its full time.
+        """Return the status. It is synced as of the last LIST, or of the end of the last watch that ran its full time.
 
         A problem is over when a watch has lasted for `SHORT_WATCH_S`.
         """

@@ -100,7 +100,7 @@ class Pod:
         """When it last published to the registry."""
         self.weight = weight
         self.tells_cached_tokens = False
-        """Whether an answer ever said how many tokens were reused. If such an engine leaves that out, it means 0."""
+        """Whether an answer ever said how many tokens were reused. If such an engine leaves the number out, it is 0."""
 
     def __repr__(self) -> str:
         return f"<Pod {self.pod_id} {self.url} epoch={self.epoch} in_flight={self.in_flight}>"

@@ -136,15 +136,15 @@ class Admin:
         if said:
             return said
         for rank in self._fleet.ranks_of(pod):
-            # If events account for the pod, its keys stay in the index. The events do not repeat a block that the pod
-            # still holds, and those of the pod's next step report the blocks that are gone.
+            # If events account for the pod, its keys stay in the index. Events do not repeat a block that the pod
+            # still holds. The events of the pod's next step report the blocks that are gone.
             if not self._events.accounts_for(rank.pod_id):
                 self._index.drop(rank.pod_id)
             self._chooser.tell_forgotten(rank.pod_id, is_sure=True)
         return "ok"
 
     async def _ask_reset(self, pod: Pod) -> str:
-        """Return an empty text if the engine emptied its cache, else why it did not. Then another attempt may succeed.
+        """Return an empty text if the engine emptied its cache, else why not. After a refusal, a retry may succeed.
 
         Raises aiohttp.ClientError, also for a status of 300 or more.
         """

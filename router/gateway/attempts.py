@@ -28,7 +28,7 @@ class Attempts:
             prompt_tokens=inbound.prompt_tokens,
             uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
             output_tokens=inbound.output_tokens,
-            streams=inbound.stream and inbound.prompts == 1,  # with several, most still wait after the first byte
+            streams=inbound.stream and inbound.prompts == 1,  # of several prompts, most still wait after the first byte
         )
         lease.loads_adapter = choice.loads_adapter
         now_s = self._clock()

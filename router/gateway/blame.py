@@ -79,7 +79,7 @@ class Blame:
             self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
 
     def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
-        """Return the pods in `tried` and, for a retry, the pods in doubt, unless no other pod is left.
+        """Return `tried` and, for a retry, the pods in doubt. If that leaves no pod, return only `tried`.
 
         If n pods are broken, at most n requests fail at two pods each: after that, all broken pods but one are in
         doubt.

@@ -17,7 +17,7 @@ UPLOADS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 FREE = frozenset(("/tokenize", "/detokenize"))
 """Paths that compute nothing: a request counts as one token."""
 LONG = frozenset(("/v1/audio/speech",))
-"""Paths whose answers take as long as a generated text, as those of UPLOADS do; the others need only the prefill."""
+"""Paths whose answers take as long as a generated text. UPLOADS do so too; the other paths need only the prefill."""
 AUDIO_TOKEN_BYTES = 512
 """Bytes of a recording per token of load, at 128 kbit/s and the 32 tokens a second of Gemini's documentation."""
 CLOSED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))

@@ -96,9 +96,9 @@ class Chooser:
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies look at all together, if they can. `telling`: tells other
-        gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways exchange;
-        random if not given.
+        `wide_from`: number of pods from which policies that can do so decide over a table of all pods. `telling`: tells
+        other gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways
+        exchange; random if not given.
         """
         self.name = name or uuid.uuid4().hex
         self.observer: Observer | None = None
@@ -180,9 +180,9 @@ class Chooser:
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
 
-        That is the time that another pod would need to compute what only those pods hold; 0: they hold nothing more. A
-        request that waits no longer than this loses at most as much as it could have saved (ski rental). No side
-        effects.
+        That is the time that another pod would need to compute what only those pods hold; 0 if they hold no more than
+        others. A request that waits no longer than this loses at most as much as it could have saved (ski rental). The
+        call has no side effects.
         """
         now_s = self._clock()
         pods = self._fleet.pods(inbound.model)
@@ -253,7 +253,7 @@ class Chooser:
         return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
     def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
-        """Return the reporter of the request to other gateways; None if they need no report."""
+        """Return the object that reports the request to other gateways; None if they need no report."""
         if self._telling is None:
             return None
         return self._telling.of(
@@ -322,7 +322,7 @@ class Chooser:
     def heard(
         self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
     ) -> None:
-        """Count a request that another gateway sent. `request`: that gateway's random number, a dot, the request's."""
+        """Count another gateway's request. `request`: the gateway's random number, a dot, the request's number."""
         now_s = self._clock()
         predictor = self._policies_of(pod.model).get("predicted_ttft")
         if isinstance(predictor, PredictedTtft):
@@ -335,8 +335,8 @@ class Chooser:
 
         A prompt of k keys is between k and k + 1 strides long. That bounds the tokens of a key, whatever this gateway
         has learnt of the model. A gateway that has just started has learnt nothing, and reads the requests of the last
-        minute. If it counted 64 tokens for a key of 107, each use of a prefix would count 43 tokens per key as this
-        request's alone. Half of what the pod holds would then be dropped for lack of room.
+        minute. If it counted 64 tokens for a key of 107, the other 43 would count anew for every request with the same
+        key. Half of what the pod holds would then be dropped for lack of room.
         """
         facts, strides = pod.facts, len(routed.keys)
         key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
@@ -361,7 +361,7 @@ class Chooser:
             self._telling.forgotten(pod, is_sure=is_sure)
 
     def forget(self, pod: PodId, at_s: float) -> None:
-        """Drop all keys of the pod except those of requests after `at_s`."""
+        """Drop the keys that the pod has not reported, except those of requests after `at_s`."""
         self._index.forget_until(pod, at_s)
 
     def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:

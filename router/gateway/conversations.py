@@ -49,8 +49,9 @@ class Conversations:
     async def place(self, inbound: Inbound, tenant: str) -> Place | None:
         """Return the place of the conversation that the request continues; None if the request may go to any pod.
 
-        Raises NotKept for a response that is unknown or another tenant's. Without tenants and with a single pod, the
-        request goes to that pod, which reports an unknown response itself.
+        It may if nobody knows the conversation that it names. Raises NotKept for a response that is unknown, and for
+        what is another tenant's. Without tenants and with a single pod, a request with an unknown response goes to that
+        pod, which reports the error itself.
         """
         if inbound.continues is None:
             return None

@@ -90,7 +90,7 @@ class Door:
         """Count a new connection. Return False if there are too many and the caller must close it.
 
         A new descriptor is the lowest free number, so a high number shows that all below it are taken. The door has to
-        notice this early: at the last descriptor, the event loop would silently close new connections.
+        notice a shortage early: at the last descriptor, the event loop would silently close new connections.
         """
         if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
             self._lacks.note("EMFILE")

@@ -22,8 +22,8 @@ STALE_S = 0.25
 the request was on its way."""
 KEEP_EVERY_S = 0.5
 OPENED_AHEAD = 32
-"""Most connections opened per KEEP_EVERY_S, to all engines together: 1 % of a core at most. This keeps 300 open to vLLM
-and SGLang, which close idle ones after 5 s."""
+"""Most connections opened per KEEP_EVERY_S, to all engines together. They cost 1 % of a core at most, and keep 300
+connections open to vLLM and SGLang, which close idle ones after 5 s."""
 FADES = 0.5 ** (KEEP_EVERY_S / 30)
 """Factor for each KEEP_EVERY_S, so that the number of connections to keep halves within 30 s."""
 

@@ -166,9 +166,9 @@ async def errors(
 async def end_unread(request: web.Request, response: web.StreamResponse) -> None:
     """If an answer goes out before the body has come, end the connection, and say so in the answer's head.
 
-    The rest of the body is not worth reading only to use the connection again. A client that is not told would send
-    its next request there. This is for `on_response_prepare`, so it also covers answers that a handler begins to send
-    itself.
+    The rest of the body is not worth reading only to use the connection again. Without a word in the head, the client
+    would send its next request on this connection. The function is for `on_response_prepare`, so it also covers answers
+    that a handler begins to send itself.
     """
     if not request.content.is_eof():
         end_connection(response)

@@ -1,8 +1,8 @@
 """Read a form that a client uploads (`multipart/form-data`) part by part, and write it anew for an engine.
 
 The new form has the gateway's own boundary, so an engine reads exactly what the gateway read: otherwise one parser
-might find a field `model` that the other misses. That field is moved to the front, with the name that the engine
-knows.
+might find a field `model` that the other misses. That field is moved to the front, with the engine's name for the
+model.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Form:
             raise _broken(fault_of(error)) from None
         except (ValueError, RuntimeError, AssertionError, *_WARNINGS) as error:
             raise _broken(str(error)) from None
-        leave_gate(self._request)  # a connection takes a place in the gate at the end of a body
+        leave_gate(self._request)  # the connection may have taken a place when the body's end came
         if self._content.total_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return found

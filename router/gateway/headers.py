@@ -119,7 +119,7 @@ class UpstreamHeaders:
     ) -> bytes:
         """Return the header fields that go to `pod`, with its key and rank, for a request that came with `incoming`.
 
-        `session_id` replaces the client's. `trace`: whole fields that replace the client's trace; None: those pass.
+        `session_id` replaces the client's. `trace`: whole fields that replace the client's trace; None: that passes.
         """
         dropped = self._dropped if session_id is None else self._dropped_with_session
         if trace is not None:

@@ -28,8 +28,8 @@ from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 
 MEDIA_TOKENS = 1024
-"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about their number. An image makes 576
-for LLaVA 1.5 and 256 to 1,280 for Qwen2-VL with its authors' bounds; a megapixel makes 4,096 for Pixtral."""
+"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about their number. An image becomes
+576 tokens in LLaVA 1.5, and 256 to 1,280 in Qwen2-VL with its authors' bounds. A megapixel becomes 4,096 in Pixtral."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
 LOWEST_PRIORITY = -9
@@ -111,7 +111,7 @@ class Reader:
     ) -> None:
         """`policies`: names that a request may choose from by header; None: it may not. `isolation`: tenants' salts.
         `engine_priority`: sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None:
-        they get only the client's. `wakes_models`: accept requests for known models that no engine serves. `names`:
+        the gateway does not set it. `wakes_models`: accept requests for known models that no engine serves. `names`:
         names that stand for models.
         """
         self._names = names or Names()
@@ -341,7 +341,7 @@ class Reader:
 
     def _is_on(self, base: str, name: str) -> bool:
         """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
-        from the start, so while `base` is served, such a name means a model only if an engine serves that model too."""
+        from the start. So while `base` is served, the name of such a model means the model only if it is served too."""
         served = self._fleet.models()
         if name in served:
             return False

@@ -97,7 +97,7 @@ def counting_refusals(metrics: Metrics) -> Callable[[Unauthorized], None]:
 def key_id_of(request: web.Request) -> str | None:
     """Return the beginning of the SHA-256 of the key that was shown, in hex; None if no key is required.
 
-    The tenants' file has the whole hash, so the owner can be found from it but the key cannot.
+    The tenants' file has the whole hashes, so the beginning shows the owner, but not the key.
     """
     return key_id_shown(authorization_of(request.headers) if TENANT in request else None)
 

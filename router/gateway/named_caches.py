@@ -44,7 +44,7 @@ PAGE = 50
 MAX_PAGE = 1000
 _MARK = b'"cache_control"'
 KEEPS = "cache_control"
-"""Entry in the model card's `accepts` of an engine that keeps marked contents."""
+"""An engine that keeps marked contents lists this in its model card's `accepts`."""
 
 
 class NoSuchCache(ModelNotFound):

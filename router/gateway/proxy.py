@@ -147,8 +147,8 @@ class Proxy:
     async def _choose_again(self, request: web.Request, exchange: Exchange, inbound: Inbound) -> Choice | None:
         """Choose a pod for the next attempt of a request that has failed; None if there is none.
 
-        The request waits if every pod is full, or if the last pod has left. An upload that cannot be sent again from
-        its beginning gets no further attempt.
+        The request waits if every pod is full and so was the last one tried, or if no pod is left. A request bound to
+        one pod, and an upload that cannot be sent again from its beginning, get no further attempt.
         """
         if inbound.only is not None or (inbound.upload is not None and not inbound.upload.is_replayable):
             return None
@@ -172,8 +172,8 @@ class Proxy:
     def _attempt_deadline_s(self, exchange: Exchange, inbound: Inbound) -> float:
         """Return when to give up an attempt: by then a stream has to begin, or a whole answer to be complete.
 
-        A whole answer shows nothing while the pod makes it, so a pod that hangs looks busy. Such a pod must not take
-        the time of all attempts: half of it leaves room for a long answer here and another one elsewhere.
+        A whole answer shows nothing while the pod makes it, so a pod that hangs looks busy. Such a pod must not use
+        up the time of all attempts: half of the time that is left allows a long answer here, and another one elsewhere.
         """
         now_s = self._clock()
         if inbound.stream:
@@ -181,7 +181,7 @@ class Proxy:
         if exchange.spent > self._limits.retries or inbound.only is not None:
             return exchange.deadline_s
         pods, attempts = self._fleet.pods(inbound.model), exchange.attempts
-        if len(pods) <= len(attempts):  # if there are more pods, one of them was not tried
+        if len(pods) <= len(attempts):  # with more pods than attempts, some pod is untried
             tried = {attempt.pod.pod_id for attempt in attempts}
             if all(pod.pod_id in tried for pod in pods):
                 return exchange.deadline_s
@@ -300,7 +300,7 @@ class Proxy:
         opened: Opened,
         body: Source,
     ) -> web.StreamResponse | None:
-        """Pass the answer on as it comes, after its head. None: another pod may give the rest."""
+        """Send the head, and pass the body on as it comes. Return None if another pod may give the rest."""
         begun, on_first_sent = exchange.begun, None
         tail = Tail()
         is_ended = is_broken = False
@@ -394,7 +394,7 @@ class Proxy:
     async def _go_on(
         self, request: web.Request, exchange: Exchange, inbound: Inbound, admitted: Admitted, begun: Begun
     ) -> web.StreamResponse:
-        """Send the rest of a stream from another pod, or an error event at its end."""
+        """Send the rest of a stream from another pod. Failing that, end it, with an error if text is missing."""
         is_over = False
         try:
             response = await self._rest(request, exchange, inbound, admitted, begun)

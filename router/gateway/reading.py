@@ -66,8 +66,8 @@ class Reading:
     ) -> Inbound:
         """Return the request, bound to the pod that has its conversation. Raises ApiError.
 
-        One of the operator's names stands for the model that the conversation used before: the first user message, by
-        which a model is chosen, is not in the request.
+        If the request gives one of the operator's names, the name stands for the model that the conversation used
+        before. The first user message, by which a model is chosen, is not in the request.
         """
         place = await self._conversations.place(inbound, exchange.tenant.name)
         if place is None:

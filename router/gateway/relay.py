@@ -37,8 +37,8 @@ SMALL_BYTES = 2**15
 """A whole answer of up to this many bytes is written with its head, in one packet. It fits the transport's buffer, so
 the write does not wait."""
 REARM_SHARE = 0.25
-"""The idle timer is set anew only once this share of it has passed, not on every chunk: that is cheaper. It is set to
-the timeout plus this share: every chunk has at least the whole timeout, and the timer is late by this share at most."""
+"""The idle timer is set anew only once this share of the timeout has passed: that is cheaper than at every chunk. It is
+set to the timeout plus this share. So it never ends before the timeout, and is late by this share at most."""
 
 _MAY_FAIL = re.compile(rb'"(?:err|ab)or')
 """Found in every event that `engine_error` or `before_abort` recognizes. One search for both costs 0.1 us more than for

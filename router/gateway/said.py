@@ -20,7 +20,7 @@ class Said:
     def __init__(self, endpoint: Endpoint) -> None:
         self._is_chat = endpoint is Endpoint.CHAT
         self._text = bytearray()
-        """UTF-8, because a list of pieces would take ten times the memory that is counted."""
+        """The text so far, in UTF-8. A list of pieces would take ten times the memory that is counted for it."""
         self.text_bytes = 0
         self.head: dict[str, Any] = {}
         self.has_role = False

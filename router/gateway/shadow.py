@@ -69,7 +69,7 @@ class Shadows:
 
 
 def _ttfts_s(policies: Mapping[str, Policy], request: RequestInfo, pods: Sequence[PodView]) -> Sequence[float]:
-    """Return the seconds to the first token on each pod, by `predicted_ttft`: few other policies predict any."""
+    """Return the seconds to the first token on each pod, by `predicted_ttft`: few other policies predict them."""
     predictor = policies["predicted_ttft"]
     assert isinstance(predictor, PredictedTtft)
     return predictor.ttfts_s(request, pods)

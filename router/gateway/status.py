@@ -235,8 +235,8 @@ class Status:
         """Answer with every engine that discovery found, each data-parallel rank by itself: its identity, whether it
         takes requests, its load as the policies see it, and what the other gateways report on it.
 
-        An engine takes requests if discovery calls it `ready`, the probe has `admitted` it, and it is not `ejected` for
-        failing requests.
+        An engine takes requests if discovery calls it `ready`, the probe has `admitted` it, and it is neither `ejected`
+        for failing requests nor `leaving`.
         """
         now_s = self._clock()
         elsewhere = self._sharing.in_flight()

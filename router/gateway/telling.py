@@ -79,7 +79,7 @@ class Told:
 
 
 class Telling:
-    """`publishes`: whether a pod reports to the registry itself, so gateways need not tell each other about it."""
+    """Reports requests. `publishes`: whether a pod reports to the registry itself, so that gateways need not do so."""
 
     def __init__(self, publishes: Callable[[PodId], bool], notebook: Notebook | None, clock: Clock) -> None:
         """`notebook`: None if there are no other gateways to tell."""
@@ -89,7 +89,7 @@ class Telling:
         self._listeners: list[OnRouted] = []
 
     def listen(self, listener: OnRouted) -> None:
-        """Call `listener` with each request to a pod that publishes nothing, of this gateway or another."""
+        """Call `listener` with each request that this or another gateway sends to a pod that publishes nothing."""
         self._listeners.append(listener)
 
     def is_told(self, pod: PodId) -> bool:

@@ -55,7 +55,7 @@ def client_context() -> ssl.SSLContext:
 
 
 class Certificate:
-    """The certificate and key that `context` presents. It takes a new pair while it is in use."""
+    """The certificate and key that `context` presents. The pair can be replaced while it is in use."""
 
     def __init__(self, context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
         """Load the pair into `context`. Raises TlsFileError."""

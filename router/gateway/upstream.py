@@ -61,7 +61,7 @@ class Opened:
 
 
 def failure_of(outcome: Outcome, opened: Opened) -> UpstreamError:
-    """Return the client's error for an answer that is not passed on, if no other attempt succeeds."""
+    """Return the error that the client gets if the answer is not passed on and no other attempt succeeds."""
     status = opened.response.status
     if outcome is Outcome.LEAVING:
         return EngineLeaves(f"the engine answered {status}: it shuts down")

@@ -18,8 +18,8 @@ _NUMBER = {
     name: re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name.encode())
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
 }
-# Of /v1/messages: the prompt's tokens are in three counts. A tool's input is an object there and may contain such
-# keys, so only the last usage is searched.
+# /v1/messages gives the prompt's tokens in three counts. In its answers, a tool's input is an object that may contain
+# such keys, so only the last usage is searched.
 _MESSAGE_PROMPT = tuple(
     re.compile(rb'"%b"\s*:\s*(\d{1,12})' % name)
     for name in (b"input_tokens", b"cache_creation_input_tokens", b"cache_read_input_tokens")

@@ -30,7 +30,8 @@ LONGEST_RETRY_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RoomLimits:
-    """Bounds of the waiting room. Seconds count from a request's arrival; 0: requests do not wait in that case."""
+    """Bounds of the waiting room: seconds from a request's arrival while every pod is saturated (`queue_s`), or while
+    the model has no pod (`activation_s`). 0: requests do not wait."""
 
     queue_s: float
     activation_s: float
@@ -93,8 +94,9 @@ class WaitingRoom:
 
         `on_wait` is called if the request has to wait.
 
-        Raises TooManyRequests if the request would wait too long, or Unavailable if there is no pod by then. A request
-        that is cancelled here leaves the queue.
+        Raises TooManyRequests if the request would wait too long, if it finds no place in the queue, or if it is
+        sheddable and would have to wait. Raises Unavailable if there is no pod by then. A request that is cancelled
+        here leaves the queue.
         """
         model, now_s = inbound.model, self._loop.time()
         line = self._lines.get(model)

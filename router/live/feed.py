@@ -111,8 +111,8 @@ class Live:
         return self._frames
 
     async def next_frame(self, after: int) -> tuple[int, bytes, bool]:
-        """Wait for a frame with a number above `after`, for about `EVERY_S`. Return its number, its JSON, and whether
-        it is the whole state.
+        """Wait for a frame with a number above `after`; one is made every `EVERY_S`. Return its number, its JSON, and
+        whether it is the whole state.
 
         A viewer gets what changed; one that has missed frames gets the whole state.
         """

@@ -1,7 +1,7 @@
 """The most requested beginnings of prompts: prefix keys counted over the last minute, in bounded memory and time.
 
 Every key of a request's chain is counted. A prefix is hot where a chain branches: many requests have it, and no single
-longer one accounts for most of them. Counting is on only while somebody watches.
+longer prefix accounts for most of these requests. Counting is on only while somebody watches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEYS_PER_S = 20_000
 MOST_KEYS = 32_768
 """Most keys of a window. Above this number, the rarest are forgotten (lossy counting, Manku and Motwani, VLDB 2002)."""
 SAME_SHARE = 0.7
-"""If a longer prefix accounts for this share of a shorter one, it stands for both."""
+"""If a longer prefix accounts for this share of a shorter one's requests, the longer one stands for both."""
 LEAST_COUNT = 3
 LEAST_SHARE = 0.01
 """Share of the counted requests; rarer prefixes are not hot."""

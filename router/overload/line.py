@@ -35,8 +35,8 @@ TIGHT_S = 1.0
 """After the queue is empty, requests are let go as carefully as before for this long. Otherwise each moment without a
 queue would fill the pods' own queues, which would delay the requests that come next."""
 CONTENDED_FOR_S = 10.0
-"""For this many seconds after a request that follows one of another tenant or priority, requests of several tenants or
-priorities count as coming together."""
+"""If a request follows one of another tenant or priority, several come together: for this many seconds, CONTENDED_S is
+the limit in place of SATURATED_S."""
 RATE_HALF_LIFE_S = 5.0
 TICK_S = 0.005
 """How often the owner of a line checks whether a request may go: time alone can give pods room."""
@@ -104,7 +104,7 @@ class Line:
         self._last = ("", 0)
         """Flow and priority of the last request."""
         self._contended_until_s = -math.inf
-        """Until then, requests of several flows or priorities count as coming together."""
+        """Until then, CONTENDED_S is the limit in place of SATURATED_S."""
         self._full = FullPods(limits.pod_requests)
         self._had_room = 0
         """Index of the pod that was last found to have room: the next search begins there."""
@@ -138,8 +138,8 @@ class Line:
         return None
 
     def without_room(self, pods: Sequence[Place], now_s: float) -> frozenset[PodId] | None:
-        """Return the pods that take no further request, for a second attempt, which does not queue; None: all of
-        them."""
+        """Return the pods that take no further request; None: no pod takes one. For a second attempt, which does not
+        queue."""
         full = self._full.at(pods, now_s)
         return None if len(full) == len(pods) else full
 

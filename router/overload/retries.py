@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RETRY_SHARE = 0.2
 MIN_RETRIES = 10
-"""Share of the requests in flight, as in Linkerd's and Envoy's retry budgets; and the least number, as in Linkerd's."""
+"""This share of the requests in flight may be retries (as in Linkerd and Envoy), but at least this many (Linkerd)."""
 
 
 class RetryBudget:

@@ -14,7 +14,7 @@ wait. This is far above what a fleet below saturation shows on all of its pods a
 requests a pod: holding those back would cost time (`router/routing/MEASURED.md`, "Did not help")."""
 CONTENDED_S = 0.25
 """The same limit while requests of several tenants or priorities come: in a pod's own queue they would wait first come,
-first served. At 0.9 of the knee, eight pods together do not all reach a tenth of a second."""
+first served. At 0.9 of the knee, eight pods never all have a tenth of a second queued at once."""
 SATURATED_REQUESTS = 2
 """Least number of requests without a first token in a saturated pod: one long prompt is no queue."""
 ROOM_S = 0.05

@@ -6,8 +6,8 @@ HALF_LIFE_S = 1.0
 """Age at which let-go tokens count half. It is short, so a tenant that begins to ask for much goes ahead of the others
 for about this long at most."""
 WITHIN = 0.9
-"""A flow with less than this share of the tokens of the flow that got most is within its share. Flows that the queue
-holds get equal tokens for their weights, except for a request or two, which is far less than a tenth."""
+"""A flow counts as within its share if it got less than this part of the tokens of the flow that got most. Flows that
+the queue holds get equal tokens for their weights, except for a request or two, which is far less than a tenth."""
 FADE_S = 0.1
 """How often old tokens are reduced. It is not done for each request, because it costs a look at every flow."""
 LEAST_TOKENS = 1.0

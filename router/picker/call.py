@@ -82,7 +82,7 @@ class Call:
         self._body: Body | None = None
         """None once it has been sent on."""
         self._lease: Lease | None = None
-        """For a request without keys; others have attempts."""
+        """Counts a request without keys on its pod; requests with keys have attempts."""
         self._answered: Answered | None = None
 
     async def answer(self, message: wire.ProcessingRequest) -> Responses:

@@ -36,7 +36,7 @@ class Routed(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A request that went to a pod earlier and has not ended. A message that lists all requests in flight has these."""
+    """A request that went to a pod earlier and has not ended. Together such events list all requests in flight."""
 
     age_s: float
     number: int
@@ -140,7 +140,7 @@ class OnRouted(Protocol):
 
 
 class BeliefSink(Protocol):
-    """Receives what others tell. `request` is unique among all gateways' requests. Times: this process's loop, s."""
+    """Receives what others tell. `request` is unique among all gateways. Times are seconds of this process's loop."""
 
     def knows(self, pod: PodId) -> bool:
         """Return whether the pod is in the fleet; the sink hears of no other pods."""
@@ -163,13 +163,13 @@ class BeliefSink(Protocol):
         """Stop believing that the pod holds `keys`, unless a request later than `used_at_s` has used them."""
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
-        """Take up a Refuted event."""
+        """Apply a Refuted event."""
 
     def forgotten(self, pod: PodId, at_s: float) -> None:
         """Forget what is believed about the pod, except what requests after `at_s` brought."""
 
     def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
-        """Believe what earlier gateways believed. `runs`: uses and their keys, in the order in which they would be
+        """Believe what earlier gateways believed. `runs`: uses and their keys, in the order in which the keys would be
         dropped."""
 
     def believed(self, pod: PodId) -> Sequence[Run] | None:

@@ -224,7 +224,7 @@ class _Chains:
 
 
 def common(keys: Keys, others: Keys) -> int:
-    """Return how many first keys two chains share. Each key stands for all before it, so bisection finds the end."""
+    """Return how many first keys two chains share. Each key stands for all before it, so bisection finds them."""
     low, high = 0, min(len(keys), len(others))
     while low < high:
         middle = (low + high) // 2

@@ -55,7 +55,7 @@ class Heard:
     is_news: bool = True
     """False: the message was heard before."""
     is_gap: bool = False
-    """Messages before it are missing."""
+    """Messages of the sender before this one are missing."""
     written: list[PodId] = field(default_factory=list)
     """Pods about which the sender has just written its beliefs to Redis."""
     recovered: list[PodId] = field(default_factory=list)

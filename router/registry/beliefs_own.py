@@ -194,7 +194,7 @@ class Notebook:
             self._add(Forgotten(0.0, pod, True), at_s)
 
     def take(self, now_s: float, *, is_last: bool = False) -> BeliefMessage:
-        """Return the next message, with as many events as it holds. Without events it only shows that this gateway
+        """Return the next message, with as many events as fit. Without events it only shows that this gateway
         runs."""
         self._seq += 1
         events: list[Event] = []

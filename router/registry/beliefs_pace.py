@@ -22,8 +22,8 @@ BURST = 8
 """How many such messages of a gateway, and how many reads, may come in a burst, beyond the average. So most requests
 are told, and read, without delay."""
 LINGER_S = 0.001
-"""First tokens and ends come by the engine's step: the first event waits this long for the others of its step. A Routed
-event does not wait."""
+"""An engine's step brings several first tokens and ends at once: the first of these events waits this long for the
+others of its step. A Routed event does not wait."""
 READ_S = 0.0025
 """Least mean time between two reads of a gateway. Messages gather in between, because a read costs as much as the work
 on several messages."""

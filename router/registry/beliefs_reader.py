@@ -79,7 +79,7 @@ class BeliefStatus:
 
 
 class BeliefReader:
-    """Takes up the messages in `wire` into `others`. It survives every failure of Redis."""
+    """Reads the messages in `wire` and passes them to `others`. It survives every failure of Redis."""
 
     def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
         self._wire = wire
@@ -221,7 +221,7 @@ class BeliefReader:
         *,
         is_past: bool = False,
     ) -> None:
-        """Take up one message. `is_past`: it was sent before this gateway listened, so its wishes are not answered
+        """Process one message. `is_past`: it was sent before this gateway listened, so its wishes are not answered
         now."""
         name, data = entry
         try:
@@ -280,7 +280,7 @@ class BeliefReader:
     # -- loading ----------------------------------------------------------------------------------------------
 
     async def _load(self, *, catches_up: bool = False) -> None:
-        """Load the written beliefs about fresh and stale pods. Also take up messages if pods are stale or fresh, or to
+        """Load the written beliefs about fresh and stale pods. Also process messages if pods are stale or fresh, or to
         catch up."""
         fresh = frozenset(self._fresh)
         stale, self._stale = self._stale, {}

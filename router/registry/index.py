@@ -99,7 +99,7 @@ class PrefixIndex:
         """Counts the changes that may change what `_ends` finds."""
         self._last: tuple[Sequence[PrefixKey], int, _Ends] = ((), -1, ([], {}, {}))
         """The keys that were matched last, the count of changes then, and what was found. A request that may have to
-        wait is matched before it is decided, and mostly nothing changes in between."""
+        wait is matched before that and again to choose its pod, and mostly nothing changes in between."""
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))

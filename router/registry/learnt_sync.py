@@ -1,8 +1,8 @@
 """Stores in Redis what a gateway has learnt, so that a gateway that starts can begin with it.
 
 Redis has a hash with a field for each model. A gateway that has learnt something writes the field as a whole. The last
-writer counts, because all gateways see the same pods and each began with what the earlier ones knew. No gateway leads,
-and none waits for another. Without Redis each learns by itself.
+writer wins: all gateways see the same pods, and each began with what the earlier ones knew. No gateway leads, and none
+waits for another. Without Redis each learns by itself.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class RegistryReader:
                     await asyncio.sleep(PAUSE_S * (1 - SMALL_FLEET / len(self._feeds)))
 
     async def _read(self, redis: Redis) -> bool:
-        """Take up what is new. True: there is more."""
+        """Read and apply what is new. True: there is more."""
         if not self._tails:
             await asyncio.sleep(POLL_MS / 1000)
             await redis.ping()
@@ -216,7 +216,7 @@ class RegistryReader:
         return is_behind
 
     def _take(self, delta_of_pod: Delta) -> None:
-        """Take up one delta from the tail."""
+        """Process one new delta."""
         name, data, fetch = delta_of_pod
         pod = PodId(name.decode(errors="replace"))
         feed = self._feeds.get(pod)

@@ -16,7 +16,7 @@ LEAST_SHARE, MOST_SHARE = 1 / 16, 2.0
 """Bounds of the corrected capacity, as shares of what the pod stated. It may be smaller because others use the pod, and
 larger because requests share blocks that are not known here to be shared."""
 ENOUGH_SIGNS = 3
-"""Refutations after which a pod that states no capacity gets one. The first may come from a cache that was emptied."""
+"""Refutations after which a capacity is estimated if the pod states none. An emptied cache may cause the first one."""
 DEFAULT_BLOCK_TOKENS = 16
 """vLLM's on GPUs. If blocks are larger and the pod does not say so, its capacity comes out a little too large."""
 _MEAN_OF = 50
@@ -137,7 +137,7 @@ class Room:
             self.give_up(used_at_s)
 
     def _merge_loose(self) -> None:
-        """Halve the number of entries or more: neighbours become one, which takes the later last use.
+        """Halve the number of entries, or more: neighbours become one entry, with the later of their last uses.
 
         No entry is larger than a small share of all, however many requests a cache has room for.
         """

@@ -105,12 +105,12 @@ class ShareSync:
         if decoded is None:
             return True
         report, written_s = decoded
-        if written_s is None:  # time not known; a gateway that runs changes it within SYNC_S
+        if written_s is None:  # time not known; a gateway that runs changes its report within SYNC_S
             if last is not None:
                 shares.merge(name, report, now_s)
             return True
         age_s = redis_s - written_s
-        if abs(age_s) > FORGET_S:  # in the future if Redis has come back with another clock
+        if abs(age_s) > FORGET_S:  # it is in the future if Redis has come back with another clock
             return False
         shares.merge(name, report, now_s - max(0.0, age_s))
         return True

@@ -20,7 +20,7 @@ at its front."""
 _SAME_USE_S = 0.01
 """Two times of one use differ by less than this if one of them comes from another clock."""
 _ROOM_SHARE = 1 / 64
-"""Share of the limit, or of a full cache, that is given up at a time, for the same reason."""
+"""Share of the limit, or of a full cache, that is given up at a time, for the reason of `_EXPIRY_GRID_S`."""
 _LEAST_GHOSTS = 64
 
 
@@ -40,7 +40,7 @@ def _use(used_at_s: float, expires_at_s: float, settled_at_s: float = -math.inf,
 
 
 def _unpack(use: _Use) -> tuple[float, float, float, bool]:
-    """Return when the use was, when it expires, when the one before settled, and whether it is the first."""
+    """Return the arguments from which `_use` made `use`."""
     return _USE.unpack(use)
 
 

@@ -35,7 +35,7 @@ _FIRST_REQUESTS = 20
 _NEAR = 0.5
 """Pods that hold at least this share of a prompt are worth waiting for."""
 _FULL = 1.25
-"""A pod that a further group would bring above this many pods' worth of load gets it only if too few have room."""
+"""If a further group would bring a pod above this many pods' worth of load, other pods come first for the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class AffinityGroups(WidePolicy):
     """Finds the request's deepest popular prefix that has a group, and chooses the least loaded pod of that group.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
-    prefix's share, and changes only when the share is `hysteresis` pods away. A group has a whole number of pods, which
-    never fits its share exactly, so excess requests of a group go to other pods. Text that recurs behind the popular
-    keys (a conversation, a system prompt that one pod can serve) stays on the pod that holds it while that pod is
-    within `bound` times the mean load: such text needs one pod, and the pod that already holds it serves best.
+    prefix's share, but changes only if it is off by more than `hysteresis` pods. A group has a whole number of pods,
+    which never fits its share exactly, so excess requests of a group go to other pods. Text that recurs behind the
+    popular keys (a conversation, a system prompt that one pod can serve) stays on the pod that holds it while that pod
+    is within `bound` times the mean load: such text needs one pod, and the pod that already holds it serves best.
 
     Shares lag behind traffic. If more prompts in a row share one prefix than the size of its group explains, and no
     pod holds more of the prompt than this prefix, all pods take turns: then all that can be gained is an even spread.
@@ -176,10 +176,11 @@ class AffinityGroups(WidePolicy):
 
         They do if all requests now share the prefix of `common` keys. They also do if the request is the second with
         its prefix, and each pod that holds the prefix has more tokens queued for prefill than the cache would save.
-        `queued`: the fewest tokens queued on a pod that holds the prefix; 0 if the request is not such a second one.
+        They never do if a pod holds more of the prompt than the first `common` keys.
 
-        `group`: number of pods that the request's `depth` popular keys own. It counts only if these keys make up half
-        of the prompt.
+        `queued`: the fewest tokens queued on a pod that holds the prefix; 0 if the request is not such a second one.
+        `group`: number of pods that the request's `depth` popular keys own. The number counts only if these keys make
+        up half of the prompt.
         """
         if longest_match >= _beyond(request, common) - 1:
             return False

@@ -15,7 +15,7 @@ _NEARBY_STRIDES = 4
 
 
 class Debts:
-    """Seconds lost by prefix; the last used accounts are kept, and each halves every `_HALF_LIFE_S`."""
+    """The seconds lost for each prefix, which halve every `_HALF_LIFE_S`. Only the prefixes used last are kept."""
 
     def __init__(self) -> None:
         self._accounts: dict[PrefixKey, tuple[float, float, int]] = {}

@@ -27,7 +27,7 @@ from router.routing.wide import Floats, WidePods, WideTiers
 
 
 def fetch_or_compute_s(pod: PodView, cost: StepCost, uncached: int, prompt: int, weights: Weights) -> float:
-    """Return the seconds for the tokens that the pod holds below its pool. `uncached`: tokens that it holds nowhere."""
+    """Return the seconds to fetch or compute tokens in tiers below the pod's pool. `uncached`: tokens in no tier."""
     host, disk, shared = pod.host_tokens, pod.disk_tokens, pod.shared_tokens
     computed_s = prefill_s(cost, uncached, prompt)
     with_shared_s = prefill_s(cost, uncached + shared, prompt)

@@ -154,7 +154,7 @@ class PodState:
         del self._pending[request_id]
         self._stepped_s = now_s
         self._start_decoding(request_id, request)
-        if request.was_alone and self._reported.others_until_s <= request.sent_s:  # otherwise others took a part
+        if request.was_alone and self._reported.others_until_s <= request.sent_s:  # else others delayed it
             request.service_s, computed = now_s - request.sent_s, request.prompt_tokens - (cached_tokens or 0)
             if cached_tokens is not None:
                 self.speed.observe(max(0, computed), request.service_s, now_s, loaded=request.loads_adapter)
@@ -258,8 +258,8 @@ class PodState:
         """Take the pod's metrics, requested at `since`. They correct the others' share and nothing else.
 
         This gateway's requests that were on the pod at any time since `since` are subtracted, so none that began or
-        ended meanwhile counts twice. Metrics do not show what others' requests do: waiting ones are assumed to have as
-        many tokens to prefill as this gateway's, and the rest to decode. `capacity_tokens`: of the KV cache, if known.
+        ended meanwhile counts twice. Metrics do not show what others' requests do. The waiting ones count with the mean
+        uncached tokens of this gateway's requests, the rest as decoding. `capacity_tokens`: of the KV cache, if known.
         """
         self._tell()
         self._settle(now_s)
@@ -324,7 +324,7 @@ class PodState:
             if request.streams:
                 due_s = min(due_s, request.late_from_s(speed.spread, reported.unsure_s(step_s)))
                 break
-            # From then on, the first of these requests counts as decoding, although no first token was seen.
+            # From `due_s` on, the request counts as decoding, although its first token cannot be seen.
             until_s = min(until_s, request.due_s)
         is_known = speed.is_known(now_s)
         if is_known:
@@ -463,7 +463,7 @@ class PodState:
                 self._unheard.add(request_id, request)
 
     def _step_ended(self, now_s: float) -> None:
-        """Note that a step ended without a first token for this gateway: requests sent during it begin the next."""
+        """Note that a step ended without a first token for this gateway: requests sent during it join the next step."""
         began_s, self._stepped_s = max(self._stepped_s, now_s - self._step_s()), now_s
         unbegun: list[Sent] = []
         for request in reversed(self._pending.values()):

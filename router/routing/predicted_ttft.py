@@ -28,7 +28,7 @@ _TIE_SHARE = 0.6
 prefill is the request's own, or a usual prompt's if that is less: for a prompt fifty times as long, a share of its own
 prefill would be seconds, far more than a prediction errs."""
 _UNSHARED_TIE_SHARE = 1.2
-"""The same share for traffic that shares nothing: even arrivals at each pod are then worth more than a short queue."""
+"""The same share for traffic that shares nothing: steady arrivals at each pod are then worth more than short queues."""
 _SHARED = 0.1
 """Traffic counts as sharing if some pod holds this share of a prompt on average."""
 _FOLLOW = 0.02
@@ -43,7 +43,7 @@ class Costs:
     """What each pod would cost, in seconds. It has a list for each number, because an object for each pod would take
     most of the time of a decision.
 
-    A score is the sum of a pod's `parts` less its credit. `parts` are filled only if the caller asks for them.
+    A score is the sum of a pod's `parts` without `duplicate_s`, less `credit_s`. `parts` are filled only on request.
     """
 
     __slots__ = ("credit_s", "duplicate_s", "own_s", "parts", "scores", "switch_s", "ttft_s", "uneven_s")
@@ -53,7 +53,7 @@ class Costs:
         self.ttft_s: list[float] = []
         self.own_s: list[float] = []
         self.duplicate_s = [0.0] * pods
-        """Seconds that a pod with the longest match would save, of the prefill and of the decoding that it delays."""
+        """Seconds that a pod with the longest match would save: of prefill, and of the delay to decoding requests."""
         self.switch_s = [0.0] * pods
         self.credit_s = [0.0] * pods
         """The debt to the prefix, taken off the score of a pod that would hold a further copy. A request with more

@@ -44,12 +44,12 @@ class Reported:
         self.fetch: FetchCosts = NO_FETCH_COSTS
         """What fetching from the pod's tiers costs, by the last report that said so."""
         self.is_count = False
-        """Whether the last report was the engine's count of its requests. This gateway may hear later of requests that
-        others sent before."""
+        """Whether the last report was the engine's count of its requests. This gateway may still hear of requests that
+        others sent before that report."""
         self.kv_used = 0.0
         """Share of KV blocks that running requests hold."""
         self.others = LoadReport()
-        """Share of the last report that this gateway did not send."""
+        """The part of the last report's load that this gateway did not send."""
         self.others_until_s = 0.0
         """When the others' prefill should end."""
         self._waiting_since_s = math.inf
@@ -66,8 +66,8 @@ class Reported:
         self._waiting_since_s = min(self._waiting_since_s, now_s) if load.waiting else math.inf
 
     def known_since(self, sent_s: float) -> None:
-        """Remove from the others' share one request, sent by another gateway at `sent_s`, that is known from now on.
-        Otherwise it would count twice until the next count."""
+        """Note a request that another gateway sent at `sent_s` and that is known from now on. If the last report is a
+        count that includes it, remove it from the others' share: it would count twice until the next count."""
         others = self.others
         if not self.is_count or sent_s > self.at_s or not others.running:
             return

@@ -37,7 +37,7 @@ _TOLD_AGAIN = math.log(1.05)
 """Pods are told the pool's constants when these have moved by this much."""
 _TOLD_PART = math.exp(_TOLD_AGAIN) - 1
 _FACTOR_VARIANCE = 0.5
-"""Prior variance of the logarithm of a pod's factor: about one pod in three is twice as fast as another."""
+"""Prior variance of the logarithm of a pod's factor: a third of pods are over twice as fast or as slow as the mean."""
 _NOISE_VARIANCE = 0.25
 """Prior variance of the logarithm of an answer's time."""
 _NOISE_ANSWERS = 50

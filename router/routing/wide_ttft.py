@@ -132,7 +132,7 @@ def _as_cost(speeds: Speeds) -> StepCost | Speeds:
 
 
 def wide_owed_after(costs: WideCosts, chosen: int, owed_s: float, share: float) -> float:
-    """As `owed_after`."""
+    """As `predicted_ttft._owed_after`."""
     if isinstance(costs.duplicate_s, float):
         return 0.0
     assert not isinstance(costs.switch_s, float)

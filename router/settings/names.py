@@ -41,8 +41,8 @@ class NameSettings(Settings):
 
     pass_through: bool = Field(
         False,
-        description="pass other POST requests below /v1/ by load to the engines of the model in their JSON body; "
-        "clients then reach whatever engines serve there, except the loading of adapters",
+        description="pass other POST requests below /v1/ to an engine, chosen by load, of the model that their JSON "
+        "body names; clients then reach whatever engines serve there, except the loading of adapters",
     )
 
     @property

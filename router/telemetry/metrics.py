@@ -170,9 +170,9 @@ class Metrics:
         self._unauthorized.counts[()] = 0
         self._refused = Tally(
             "warmroute_gateway_connections_refused",
-            "Connections of clients that were refused (connections: too many, short: see lacks) or cut because the "
-            "client was late (handshake: for TLS, head: with a request's headers, write: to read an answer, closing: "
-            "to close) or did not stop sending (body: one that was refused)",
+            "Connections of clients that were refused (connections: too many, short: see "
+            "warmroute_gateway_lacks) or cut because the client was late (handshake: for TLS, head: with a request's "
+            "headers, write: to read an answer, closing: to close) or did not stop sending a refused body (body)",
             ("reason",),
         )
         self._refused.counts |= {(reason,): 0 for reason in REFUSAL_REASONS}

@@ -203,7 +203,7 @@ class Limiter:
 
     async def close(self) -> None:
         """Give back what is held."""
-        if self._asking:  # what they report must not be told again; each ends within ASK_S
+        if self._asking:  # what running reports tell must not be told again; each ends within ASK_S
             await asyncio.wait(set(self._asking.values()))
         if self._shared is None or self.is_alone:
             return

@@ -1,7 +1,7 @@
 """The ledger of all gateways together, in Redis: one hash for each tenant, changed by one script.
 
 Fields of the hash: `sN` -> "REQUESTS TOKENS", the use reported in slot N; `gID` -> "EXPIRY REQUESTS TOKENS AT_ONCE
-WANTED", what a gateway holds until that time in milliseconds, and how many requests at once it wants. The time is
+WANTED", what a gateway holds until EXPIRY (in milliseconds), and how many requests at once it wants. The time is
 Redis's, because the gateways' clocks do not agree.
 """
 
