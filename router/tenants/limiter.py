@@ -135,7 +135,7 @@ class Limiter:
                 quota.wait_for(tokens, -1)
             if quota.take(tokens):
                 return
-        raise self._refuse(quota, "requests" if quota.requests.left < 1 else "tokens", PERIOD_S, tokens)
+        raise self._refuse(quota, quota.lack(tokens), PERIOD_S, tokens)
 
     def _ask(self, quota: Quota) -> asyncio.Task[None]:
         """Return a task to wait for: the report under way, though it does not include this request, or a new one."""

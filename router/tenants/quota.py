@@ -132,6 +132,12 @@ class Quota:
             self._most_in_flight = self.in_flight
         return True
 
+    def lack(self, tokens: int) -> Reason:
+        """Return which limit keeps a request from beginning. `take` has just returned False for the request."""
+        if self.requests.left < 1:
+            return "requests"
+        return "tokens" if self.tokens.left < tokens else "at_once"
+
     def end(self, charged: int, used: int | None) -> None:
         """End a request that was charged `charged` tokens. `used`: what it took; None: not known."""
         self.in_flight -= 1

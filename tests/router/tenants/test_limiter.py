@@ -213,6 +213,33 @@ async def test_places_at_once_are_given_back_at_a_requests_end() -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"requests_per_minute": 40}, "requests"),
+        ({"tokens_per_minute": 4000}, "tokens"),
+        ({"requests_at_once": 40}, "at_once"),
+    ],
+)
+async def test_a_request_that_others_always_overtake_is_told_which_limit_it_met(
+    limits: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Quota.take
+
+    def overtaken(quota: Quota, tokens: int) -> bool:
+        while take(quota, 90):
+            pass
+        return False
+
+    monkeypatch.setattr(Quota, "take", overtaken)
+    who = tenant(**limits)
+    async with running(Scripted(), who) as limiter:
+        with pytest.raises(RateLimited) as refused:
+            async with limiter.take(who, 90):
+                pass
+    assert refused.value.reason == reason
+
+
 async def test_tokens_are_corrected_by_what_was_used() -> None:
     who = tenant(tokens_per_minute=1000)
     async with running(None, who) as limiter:
