@@ -1,4 +1,4 @@
-"""What pages name exists, READMEs are short, figures have a command and a date, and reasons have a date."""
+"""Everything that pages name exists, READMEs are short, figures have a command and a date, and reasons have a date."""
 
 from __future__ import annotations
 

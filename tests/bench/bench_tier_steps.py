@@ -1,4 +1,4 @@
-"""How much longer the steps of others take while blocks are copied to and from host memory, on the CPU.
+"""How much longer steps of other requests take while blocks are copied to and from host memory, on the CPU.
 
     python -m tests.bench.bench_tier_steps [--rounds 24] [--steps 8]
 
@@ -10,10 +10,9 @@ copies a piece about every eighth step (`bench_tier_traffic`). Here every step h
 direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
-the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy;
-copies run on another core. The lower quartile of each set of steps counts, because other programs only make
-steps longer. A ratio is the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop
-for the copies of a step.
+clock time of the same steps, which also includes waits for the interpreter's lock and for other programs. Copies run on
+another core. The lower quartile of each set of steps counts, because other programs only make steps longer. A ratio is
+the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop for the copies of a step.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Traffic:
         """CPU seconds of the event loop."""
 
     def ask(self, pieces: int) -> None:
-        """Ask for `pieces` pieces. Pieces of the step before that have not ended are counted for this step."""
+        """Ask for `pieces` pieces. Unfinished pieces of the previous step count among them."""
         start_s = time.thread_time()
         for _ in range(pieces - self.copier.open_copies):
             at = self.asked % 4 * PIECE_BLOCKS

@@ -9,12 +9,12 @@ its end, and those of a recurring prompt are copied up if that is faster. One th
 are its CPU time. Three engines take turns in each round: without tiers, with tiers, and with tiers whose work has no
 bound (`engine.tiers.allowance`).
 
-`planning`: the time in the tiers. Its sum is relative to all of the thread's time, that of single steps to the median
-step that only decodes. `while it runs`: what an engine does while another thread computes the step. In an engine, that
-work delays the step only while it holds the interpreter's lock. Here there is one thread, so all of it counts. `beside
-copies`: the median step that only decodes during a copy, relative to the same round's steps without a copy, including
-planning; the median of the rounds and its interquartile range. `again`: the same for an engine without tiers, with its
-steps divided into two groups at random.
+`planning`: the time in the tiers. The sum over all steps is relative to all of the thread's time; single values are
+relative to the median step that only decodes. `while it runs`: what an engine does while another thread computes the
+step. In an engine, that work delays the step only while it holds the interpreter's lock. Here there is one thread, so
+all of it counts. `beside copies`: the median decode-only step during a copy / the median one without a copy in the same
+round, both with planning. The line has the median of the rounds and their interquartile range. `again`: the same for an
+engine without tiers, with its steps divided into two groups at random.
 """
 
 from __future__ import annotations

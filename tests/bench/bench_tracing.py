@@ -149,7 +149,7 @@ def compare(repeats: int, count: int) -> None:
 
 
 def main() -> None:
-    """Print both."""
+    """Print the cost of each step and of whole gateways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=40, help="repeats of each gateway, at least 2 (default 40)")
     parser.add_argument("--count", type=int, default=400, help="requests of a repeat (default 400)")

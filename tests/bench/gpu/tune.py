@@ -245,7 +245,7 @@ class Tuner:
                 work()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-            except (RuntimeError, TritonError) as error:  # the driver; too much shared memory, or ptxas
+            except (RuntimeError, TritonError) as error:  # from the driver, or because of shared memory, or from ptxas
                 print(f"  {candidate.name}: {str(error)[:200]}", file=sys.stderr, flush=True)
                 return math.inf
             return timed_s(self._device, recorded(self._device, work), _REPEATS)

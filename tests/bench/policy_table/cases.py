@@ -179,8 +179,8 @@ KNEES: Mapping[str, float] = MappingProxyType(
     }
 )
 """Sessions per second: the highest rate tried at which the criterion of `find_knee` held, in runs of 30 s (gsp), 90 s
-(tenants), 20 s (one..) and 40 s. The knees are recorded, so that the offered load does not change with a policy;
-`--find-knees` measures them.
+(tenants), 20 s (one..) and 40 s (others). The knees are recorded, so that the offered load does not change with a
+policy; `--find-knees` measures them.
 """
 
 _SYNTHETIC = (

@@ -218,7 +218,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
 def test_a_library_that_agrees_with_itself_at_few_rows_alone(
     agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each KV head has six query heads, or three. These may be more rows than the library's products have."""
+    """Each KV head has six query heads, or three. This may be more rows than the library's agreeing products have."""
     model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
     plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
     prompt = tokens(KEYS + 22, seed=1)

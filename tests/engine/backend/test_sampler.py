@@ -158,7 +158,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
 
 
 def test_the_least_repetition_penalty_leaves_the_order_of_logits() -> None:
-    """Logits are also as large as a bias can make them."""
+    """Some logits are as large as a bias can make them."""
     logits = torch.tensor([[150.0, 149.0, -150.0, -149.0, 1.0]])
     p = SamplingParams(temperature=0.01, repetition_penalty=MIN_REPETITION_PENALTY, seed=5)
     assert sample(logits, [request(p, prompt=range(5))])[0].token == 0

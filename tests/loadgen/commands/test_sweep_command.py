@@ -56,7 +56,8 @@ def test_each_policy_has_its_knee(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "narrow keeps up with 1 session at a time, not with 2 sessions at a time" in result["verdict"][0]
     assert "most good requests per second" in result["verdict"][1]
     assert "emptied before each step" in result["isolation"]
-    # Once per arm to check it, then before each run of each step; the saturated steps ran twice.
+    # Caches are reset once per arm as a check, then before each run of each of five steps. The two saturated steps ran
+    # twice.
     assert gateway.log.count(("reset", "")) == 2 + 5 + 2
     assert "narrow" in capsys.readouterr().out
 

@@ -29,8 +29,8 @@ def rounds_of(
     seed: int = 1,
     **fields: object,
 ) -> Rounds:
-    """Return sessions of two turns. A turn has a TTFT, equal in all arms. The arm's factor and lognormal noise of the
-    request and of the block multiply it. `failing` arms fail a share of their first turns."""
+    """Return sessions of two turns. Each turn has a base TTFT, equal in all arms. It is multiplied by the arm's factor
+    and by lognormal noise of the request and of the block. `failing` arms fail a share of their first turns."""
     rng = np.random.default_rng(seed)
     out: Rounds = []
     for _ in range(rounds):

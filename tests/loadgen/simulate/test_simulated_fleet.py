@@ -323,7 +323,7 @@ class Alone(Omniscient):
 
 
 def test_the_omniscient_router_counts_a_running_step_once() -> None:
-    """A request that comes 10 ms into the other's prefill waits only for the rest of that step."""
+    """A request that comes 10 ms after the start of another's prefill waits only for the rest of that step."""
     records: list[RequestRecord] = []
     workload = Listed((one(0, 0.0, Piece("a", 1500)), one(1, 0.010, Piece("b", 400))))
     simulation = Simulation(fleet(1), workload, TRACE, sessions=2, seed=1, on_record=records.append)

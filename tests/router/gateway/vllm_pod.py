@@ -41,8 +41,8 @@ class VllmPod(ScriptedEngine):
         """If False, a probe does not see that the pod sleeps, as if the pod had fallen asleep after its last probe."""
         self.dead = False
         self.aborting = False
-        """Running requests are given up, without notice before the first token: SIGTERM without --shutdown-timeout,
-        and /sleep."""
+        """Running requests are given up as after /sleep, or after SIGTERM without --shutdown-timeout. Before the first
+        token there is no notice."""
         self.most: int | None = None
         """As --max-num-queued-reqs."""
         self.prefill_s = 0.0

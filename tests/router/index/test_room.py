@@ -124,7 +124,7 @@ def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
         elif held > believed + 2:
             index.was_held(POD, keys, believed, float((held - believed) * KEY_TOKENS))
         wrong += i >= 2000 and abs(held - believed) > 2
-    assert wrong < 100  # of 1,000 beliefs; 330 requests are misses
+    assert wrong < 100  # of 1,000 beliefs, of which 330 are about requests that miss
 
 
 def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:

@@ -1,4 +1,4 @@
-"""Tenants that take less than others are recognized, and their requests not held back. Pods have given loads."""
+"""Tenants that take less than others are recognized, and their requests are not held back. Pods have given loads."""
 
 from __future__ import annotations
 
