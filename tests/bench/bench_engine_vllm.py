@@ -5,7 +5,7 @@
 Both serve one checkpoint in float32 with the same number of threads per step. They get requests in turn, so that other
 work on the machine affects both. While one serves, the other is stopped, because an idle vLLM spins a little. A figure
 is the median. The table has the time that a client sees, and the CPU time of all the server's threads. Other work on
-the machine makes the former longer, but hardly the latter. Without a vLLM the bench says so, and exits with 0.
+the machine makes that time longer, but hardly the CPU time. Without a vLLM the bench says so, and exits with 0.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def mooncake(path: Path, limit: int | None = None) -> Trace:
 
 
 def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, float]:
-    """Return the hit rates of all blocks and of those of hot prefixes."""
+    """Return the hit rates of all blocks, and of the blocks of hot prefixes."""
     cache = PrefixCache(blocks, 1, eviction=eviction)
     cache.learn_cost(1.0, ATTENTION)
     hits = asked = hot_hits = hot_asked = 0

@@ -85,7 +85,7 @@ class Pauses:
         """Return the count and the longest of the pauses since the last call, for each generation and for disturbed
         pauses.
 
-        `longest` is the longest of those that were not disturbed.
+        `longest` is the longest pause that was not disturbed.
         """
         found = {str(generation): (len(ms), max(ms, default=0.0)) for generation, ms in self.ms.items()}
         longest = max(longest for _, longest in found.values())

@@ -126,7 +126,7 @@ def ttft_s(record: RequestRecord) -> float:
 
 
 def p99_ms(records: Sequence[RequestRecord]) -> float:
-    """Return the 99th percentile of the time to first token; a refused request never has one."""
+    """Return the 99th percentile of the time to first token, which is infinite for a refused request."""
     return 1e3 * float(np.percentile([ttft_s(record) for record in records], 99, method="higher"))
 
 

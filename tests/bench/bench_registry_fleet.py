@@ -6,7 +6,7 @@ Every figure is CPU seconds per second of the measurement, so a busy machine cha
 
     idle     every engine publishes heartbeats and nothing else
     served   `--requests` per second over all engines; each changes the load and the keys of its engine three times
-    flat     every engine always has news: as many batches as it may publish
+    flat     every engine always has news, so it publishes as many batches as it may
 
 With `--told 0`, the engines publish as in a small fleet, whatever the size of this one.
 """

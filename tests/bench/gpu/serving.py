@@ -23,7 +23,8 @@ class WarmFigure:
 
 
 async def measure_warm_ttft(engine: Engine, prompt_tokens: int, cached_tokens: int, rounds: int) -> WarmFigure:
-    """Return the median of `rounds` prompts, each alone, that share their first `cached_tokens` with an earlier one."""
+    """Return the median of `rounds` prompts. Each runs alone, and begins with the same `cached_tokens` tokens as an
+    earlier prompt."""
     draw = random.Random(5)
 
     def ids(count: int) -> list[int]:

@@ -55,7 +55,7 @@ class Case:
     dying_pod: bool = False
     kv_tokens: int = 0
     """Above 0: the pods publish nothing, like those of vLLM and SGLang, and hold this many tokens; gateways tell each
-    other what they send there."""
+    other what they send to the pods."""
     share_delay: float = 1.0
     """Delay of messages between gateways: `FleetSpec.share_delay`."""
 

@@ -1,4 +1,4 @@
-"""Prefixes that clients ask to keep stay in the cache, within its share; usage reports them."""
+"""Prefixes that clients ask to keep stay in the cache, up to a share of the pool. Usage reports them."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:
 
 
 def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
-    """The container has the engine's variables. Those of settings that both programs have are read, others ignored, and
-    typos refused."""
+    """The container has the engine's variables. The variables of settings that both programs have are read, other
+    variables are ignored, and typos are refused."""
     environ = {"WARMROUTE_MODEL": str(checkpoint), "WARMROUTE_HOST": "", "WARMROUTE_MAX_RUNNING": "3"}
     settings = CalibrateSettings.load(["--seconds", "2"], prog="warmroute-engine calibrate", environ=environ)
     assert (settings.model, settings.max_running, settings.seconds) == (checkpoint, 3, 2)

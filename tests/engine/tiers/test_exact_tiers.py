@@ -108,7 +108,8 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
 
 
 def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path) -> None:
-    """Warm prompts are read from host memory, disk and shared folder. Unlike cold ones, they run beside others."""
+    """Warm prompts are read from host memory, disk and shared folder. Unlike cold ones, they
+    run beside other requests."""
     backend = with_near_logits(tmp_path / "model")
     prompts = [tokens(22, seed=seed) for seed in range(6)]
     cold = [serve(backend, empty(backend), [request(1, prompt)], 64)[0] for prompt in prompts]

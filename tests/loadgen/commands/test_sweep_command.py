@@ -63,7 +63,7 @@ def test_each_policy_has_its_knee(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_listed_rates_are_tried_up_to_the_first_saturated(tmp_path: Path) -> None:
-    # Refuses everything except its first 31 requests: the check and one step of 30.
+    # This gateway refuses every request after the first 31, which are the check and one step of 30.
     gateway = ArmGateway()
     gateway.fault = lambda body: "http 503" if len(gateway.bodies) > 31 else None
     with in_thread(gateway):

@@ -33,8 +33,8 @@ class CountedPod(ScriptedPod):
 
 @dataclass
 class ArmGateway(ScriptedGateway):
-    """`delay_s` is added to the TTFT by policy. `failing` policies refuse measured requests whose last message has an
-    even number of words."""
+    """`delay_s`: what each policy adds to the TTFT. `failing` policies refuse measured requests whose last message has
+    an even number of words."""
 
     delay_s: dict[str, float] = field(default_factory=dict)
     failing: tuple[str, ...] = ()

@@ -24,8 +24,8 @@ GAP_S = 0.001
 """The pause between pieces; it leaves no time for a delayed acknowledgement."""
 LATE_S = 0.005
 TRIES = 20
-"""A piece has to be in time in only one try, because the machine may be busy with other work in the others. If sockets
-delay, some piece is late in every try."""
+"""A piece has to be in time in only one try, because the machine may be busy in other tries. If sockets delay, some
+piece is late in every try."""
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

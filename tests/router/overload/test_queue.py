@@ -134,7 +134,7 @@ def test_backlogged_flows_get_tokens_by_their_weights() -> None:
     tokens: Counter[str] = Counter()
     for request in served(queue, 120):
         tokens[request.flow] += request.tokens
-        # A flow differs from its share by at most one request of each flow (Goyal et al., theorem 1).
+        # What a flow got differs from its share by at most one request of each flow (Goyal et al., theorem 1).
         if queue.order() and len(queue) > 100:
             assert abs(tokens["a"] / WEIGHTS["a"] - tokens["b"] / WEIGHTS["b"]) <= 11 / 1 + 22 / 2
 

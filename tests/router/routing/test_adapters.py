@@ -95,7 +95,7 @@ def test_what_a_load_takes_is_learnt_within_bounds(late: list[float]) -> None:
 
 
 def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes_and_not_the_pods_speed() -> None:
-    """Otherwise a pod that loads adapters for a third of its requests looks slow for the others."""
+    """Otherwise a pod that loads adapters for a third of its requests looks slow for the rest of them."""
     pool = SpeedPool()
     states = [PodState(pool), PodState(pool)]
     now_s = 100.0

@@ -1,4 +1,4 @@
-"""The ledger that decides about further copies of a popular prefix: what requests have lost by waiting is owed."""
+"""The ledger that decides about further copies of a popular prefix: time that requests lost by waiting is a debt."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_pod_that_hangs_looks_ever_worse() -> None:
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_the_unknown_end_of_a_step_excuses_a_late_first_token_unless_others_send_there(others: int) -> None:
-    """When a request comes, half of the running step is predicted to be left, but it may be all of it. If other
+    """When a request comes, half of the running step is predicted to be left, but all of it may be left. If other
     gateways send to the pod, too, their prefill may be the cause of the delay, and the pod is taken as late at once."""
     state = reporting()
     send(state, "a", 1000, 0.9)
