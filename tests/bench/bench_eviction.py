@@ -129,8 +129,8 @@ def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, flo
 
 
 def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
-    """Return the same rates for Belady's optimum, which evicts the block whose next use is latest, and a block before
-    its parent. Like an engine, it holds all blocks of the running request."""
+    """Return the same rates for Belady's optimum. It evicts the block whose next use is latest, and never a parent
+    before its child. Like an engine, it holds all blocks of the running request."""
     ids: dict[tuple[int, int], int] = {}
     chains: list[list[int]] = []
     for request in trace.requests:

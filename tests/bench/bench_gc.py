@@ -96,7 +96,7 @@ class Pauses:
 
 
 def involuntary_switches() -> int:
-    """Return how often the kernel took the core from this thread before it had to wait."""
+    """Return how often the kernel took the core from this thread although the thread was not waiting."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 

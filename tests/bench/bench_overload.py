@@ -36,9 +36,9 @@ TIMEOUT_S = 1.7
 """Seconds for which a request may wait in the queue if it names no limit: 2 s minus the time on a busy pod."""
 PODS = 4
 CAPACITY = {"decode": 149.0, "prefill": 57.0}
-"""Requests per second: the highest rate tried at which all were in time without the queue."""
+"""Requests per second: the highest rate tried at which all requests were in time without the queue."""
 WARM_S = 8.0
-"""Seconds at the beginning that do not count: the gateway needs two to notice that all pods are saturated."""
+"""Seconds at the beginning that do not count: the gateway needs two seconds to notice that all pods are saturated."""
 BELOW = ("gsp_90", "zipf_90", "tenants_90", "multi_90", "zero_75", "one50_85", "gateways_4")
 TENANTS = (
     ("decode", 1, 0, 0.25),

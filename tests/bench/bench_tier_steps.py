@@ -3,10 +3,10 @@
     python -m tests.bench.bench_tier_steps [--rounds 24] [--steps 8]
 
 The bench uses real KV and the engine's own host tier with its threads. As in the engine, a thread computes steps, and
-the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
-steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are pieces
-of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under load
-copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
+the event loop meanwhile asks for copies and polls for their ends. A step decodes 8 sequences of 512 tokens. A round is
+a few steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are
+pieces of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under
+load copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
 direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:

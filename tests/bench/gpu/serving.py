@@ -48,7 +48,7 @@ class ServedWorkload:
 
     workload: Workload
     answers: Sequence[Sequence[int]]
-    """An empty answer: not finished when the time was over."""
+    """An empty answer: not finished at the time limit."""
     elapsed_s: float
     cached_tokens: int | None = None
     """Prompt tokens that were not computed; None: the engine does not report them."""
@@ -57,7 +57,7 @@ class ServedWorkload:
 
     @property
     def unanswered(self) -> int:
-        """Count the requests whose answer had not ended when the time was over."""
+        """Count the requests whose answer had not ended at the time limit."""
         return sum(not answer for answer in self.answers)
 
     @property

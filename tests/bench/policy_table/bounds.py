@@ -149,7 +149,7 @@ def _one_prompt(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Boun
 
 
 def _paired(name: str, ours: Sequence[float], theirs: Sequence[float], slack: float) -> Bound:
-    """Bound mean / mean; it may exceed `slack` by the 95 % interval of the difference on equal seeds."""
+    """Bound the ratio of the means. It may exceed `slack` by the 95 % interval of the difference on equal seeds."""
     mean_theirs = statistics.fmean(theirs)
     differences = [our - their for our, their in zip(ours, theirs, strict=True)]
     chance = half_width(differences) / mean_theirs if len(differences) > 1 else 0.0

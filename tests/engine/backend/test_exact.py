@@ -95,7 +95,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
     step_tokens=st.integers(8, 90),
 )
 def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shared: int, step_tokens: int) -> None:
-    """Prompts with a common prefix run in steps of any size: each gets the same logits as alone on the engine."""
+    """Prompts with a common prefix run in steps of any size: each gets the same logits as when it runs alone."""
     common = tokens(shared, seed=9)
     prompts = [[*common, *tokens(length, seed=20 + i)] for i, length in enumerate(lengths)]
     together = serve(wide, empty(wide), [request(i, p) for i, p in enumerate(prompts)], step_tokens)

@@ -198,7 +198,7 @@ def served(cache: PrefixCache, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Eviction) -> None:
-    """Four of five prompts occur once. Between two uses of the prefix, they use twice the pool's number of blocks."""
+    """Four of five prompts occur once. Between two uses of the prefix, they need twice the pool's number of blocks."""
     cache = PrefixCache(200, 1, eviction=eviction)
     shared = list(range(1, 41))
     fresh = 1000

@@ -41,7 +41,7 @@ def step_of(
 ) -> StepTensors:
     """Return the step's tensors. Chunks of one token after a context are decode rows, then come `padding_rows` rows.
 
-    Its logits are for the sampling chunks' last rows, in the order of `chunks`.
+    The step's logits are for the sampling chunks' last rows, in the order of `chunks`.
     """
     with device:
         return _step_of(config, block_size, chunks, padding_rows)

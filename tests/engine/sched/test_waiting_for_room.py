@@ -1,4 +1,4 @@
-"""A request that does not fit is not looked up in the cache in each step. It starts as early as with look-ups."""
+"""A request that does not fit is not looked up in the cache in each step. Still, it starts just as early."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ async def measured(checkpoint: Path, seed: int) -> Measurement:
 
 
 async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(checkpoint: Path) -> None:
-    """The steps are held out of the fit. They are measured again if repeats show that caches or clock were unsteady."""
+    """The predicted steps are held out of the fit. They are measured again if repeats show that caches or clock were
+    unsteady."""
     errors = []
     for attempt in range(4):
         found = await measured(checkpoint, seed=attempt)

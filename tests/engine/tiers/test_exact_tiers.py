@@ -1,4 +1,4 @@
-"""`exact`: what comes back from a tier has the same bits as computing it again, on every architecture.
+"""`exact`: blocks that come back from a tier have the same bits as blocks computed again, on every architecture.
 
 Without `exact`, greedy tokens differ only if the two best logits are nearer than the bound.
 """

@@ -1,4 +1,4 @@
-"""A value that differs in each prompt (a break) is found at its place with its cost; no break is found without one."""
+"""A value that differs in each prompt (a break) is found with its place and cost. Without one, nothing is found."""
 
 from __future__ import annotations
 

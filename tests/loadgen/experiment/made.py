@@ -52,7 +52,7 @@ def _session(number: int, ttfts_s: np.ndarray, is_broken: bool, fields: Mapping[
 
 
 def drawn_pairs(factor: float, *, rounds: int, sessions: int, noise: float, round_noise: float, seed: int) -> Pairs:
-    """Draw pairs of BASE and "arm" from the same distribution without records, fast enough for hundreds of trials."""
+    """Draw pairs of BASE and "arm" from the same distribution. It makes no records, so hundreds of trials are fast."""
     rng = np.random.default_rng(seed)
     rows = rounds * sessions * 2
     unit = np.repeat(np.arange(rounds * sessions), 2)

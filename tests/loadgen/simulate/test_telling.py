@@ -40,7 +40,7 @@ def message(number: int) -> BeliefMessage:
 
 
 def played(sent: Sequence[tuple[float, int]], gateways: int, *, seed: int = 1, scale: float = 1.0) -> list[Listener]:
-    """Play each message at its time, from the gateway with its number."""
+    """Send each message, given as its time and the number of its gateway."""
     timeline = Timeline()
     listeners = [Listener(f"gateway-{number}", timeline) for number in range(gateways)]
     stream = BeliefStream(timeline, cast(list[Gateway], listeners), seed=seed, scale=scale)

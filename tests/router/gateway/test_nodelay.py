@@ -99,7 +99,7 @@ class Pieces:
 
 
 def delay_acknowledgements(client: RawClient) -> None:
-    """Delay acknowledgements, as a client that also sends does; Linux returns to prompt ones by itself."""
+    """Delay acknowledgements, as a client that also sends does; Linux stops delaying them by itself."""
     if hasattr(socket, "TCP_QUICKACK"):
         client.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 

@@ -47,7 +47,7 @@ class VllmPod(ScriptedEngine):
         """As --max-num-queued-reqs."""
         self.prefill_s = 0.0
         self.core_is_busy = False
-        """Whether a long step is running, for whose end requests to the core wait."""
+        """Whether a long step is running. Requests to the core wait for its end."""
         self.told = 0
         """Words sent so far, in all answers."""
         self.naps_asked = 0
