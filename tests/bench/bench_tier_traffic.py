@@ -4,7 +4,7 @@
 
 The bench uses the engine's own scheduler, cache, host tier and KV. 7 requests decode all the time, at contexts from 512
 tokens on. Meanwhile, requests are answered one after another; each prompt is one of `--prompts`, of 500 tokens each.
-Together these exceed the pool. So each prefill evicts others' blocks, the blocks of each request are copied down at
+Together these exceed the pool. So each prefill evicts older blocks, the blocks of each request are copied down at
 its end, and those of a recurring prompt are copied up if that is faster. One thread computes and plans, and all times
 are its CPU time. Three engines take turns in each round: without tiers, with tiers, and with tiers whose work has no
 bound (`engine.tiers.allowance`).

@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def known_ratio(self) -> float | None:
-        """Return the ratio. None: it is too small, but not all was answered, so the true ratio may be large enough."""
+        """Return the ratio; None: it is below the bound, but some answers are missing, so the true ratio may not be."""
         return None if self.theirs_unanswered and self.ratio < THROUGHPUT_RATIO else self.ratio
 
 

@@ -45,7 +45,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.chains: list[tuple[int, ...]] = []
         self.pins: list[tuple[int, ...]] = []
         self.left: dict[int, tuple[int, tuple[int, int]]] = {}
-        """Block that was in use after a chain's release -> its place in the order, and then (`floor`, `turn`)."""
+        """Block still in use at a chain's release -> its place in the order, with `floor` and `turn` at that time."""
         self.spared: set[int] = set()
         self.uses = [0] * BLOCKS
 

@@ -1,6 +1,6 @@
 """What the scheduler promises while a step is ahead of the one in progress, one promise per test.
 
-A number is that of a bug report of another engine. The test would have caught that bug.
+Each number is that of another engine's bug report. The test would have caught that bug.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_take
     load_s: float, waits: tuple[float, float], tokens: int
 ) -> None:
     """So a hot adapter is loaded on a second pod, however long a load takes, and stays on one pod if the queue there is
-    short. Scores count as equal if they differ by less than the request's own prefill, because errors are larger."""
+    short. Scores count as equal if they differ by less than the request's own prefill, because predictions have larger
+    errors."""
     has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
     slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s
     choice = chosen(has, lacks, tokens=tokens)
