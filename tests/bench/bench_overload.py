@@ -139,7 +139,7 @@ def below(seeds: Sequence[int]) -> None:
     cases = {case.name: case for case in SYNTHETIC}
     for name in (*BELOW, "gsp_burst"):
         case = cases[name]
-        knee = KNEES.get(case.knee_of, math.inf)  # a burst has none
+        knee = KNEES.get(case.knee_of, math.inf)  # a burst has no knee
         for seed in seeds:
             cells, held = [], 0
             for asked in (None, lambda _: Asked()):

@@ -59,7 +59,7 @@ EVENTS_A_REQUEST = 3
 
 def packed(command: tuple[str | bytes, ...]) -> bytes:
     """Return a command in the form that is sent to Redis."""
-    pack: Any = hiredis.pack_command  # its stub accepts only one word
+    pack: Any = hiredis.pack_command  # the function's type stub accepts only one word
     return bytes(pack(command))
 
 

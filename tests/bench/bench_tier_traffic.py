@@ -150,7 +150,7 @@ class Pod:
         assert plan is not None
         meanwhile_s = self.go_on()  # decided copies begin
         result = self.backend._step(plan)
-        meanwhile_s += self.go_on()  # copies that have ended are taken in
+        meanwhile_s += self.go_on()  # copies that have ended are processed
         outputs = self.scheduler.complete(result)
         spent = self.spent
         spent.step_s.append(time.thread_time() - start)

@@ -103,7 +103,7 @@ def steps() -> None:
         for _ in range(SENDINGS):
             export = SpanExport(HTTP, resource_of("bench", "bench"))
             tracer = Tracer(Sampling(1.0), export)
-            began = time.process_time()  # of all threads
+            began = time.process_time()  # CPU time of all threads
             for _ in range(SENT):
                 traced(tracer)
             export.close()

@@ -40,7 +40,7 @@ async def test_a_gateway_leaves_a_server_on_which_all_engines_are_silent(redis_s
         async with before.running():
             before.change({1: Tier.GPU})
             await gateway.wait_equal(before)
-        with redis_server.replaced():  # the gateway stays connected to the old one
+        with redis_server.replaced():  # the gateway stays connected to the old server
             async with after.running():
                 after.change({2: Tier.GPU})
                 await gateway.wait_equal(after)

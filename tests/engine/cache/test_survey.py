@@ -18,7 +18,7 @@ from engine.cache.survey import MOST_PREFIXES
 BLOCK = 4
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12
-)  # number of a common beginning, its tokens, number of what follows
+)  # (number of a common beginning, its tokens, number of the text that follows)
 
 
 def answer(cache: PrefixCache, prompt: list[int], salt: str = "", *, keep: bool = False) -> int | None:

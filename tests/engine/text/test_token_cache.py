@@ -267,7 +267,7 @@ def state_with(*tokens: AddedToken) -> dict[str, Any]:
         (AddedToken("<x>", normalized=False, rstrip=True), SPECIALS),
         (AddedToken("<x>", normalized=False, single_word=True), SPECIALS),
         (AddedToken("xx", normalized=False), SPECIALS),  # in "xxx" it can be found at two places
-        (AddedToken("|>x", normalized=False), []),  # it can begin within each of the others
+        (AddedToken("|>x", normalized=False), []),  # it can begin within each of the other tokens
         (AddedToken("x<|e", normalized=False), ["<|turn|>"]),
         (AddedToken("-<|end|>-", normalized=False), ["<|turn|>"]),
     ],

@@ -90,7 +90,7 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
     stores = stores_below(backend, tmp_path / "kv")
     copies, cache = Copies(), empty(backend, IndexKind.RADIX)
     tiers = make_tiers(cache, stores, eviction=Eviction.LRU, step_tokens=64, clock=time.monotonic, on_end=copies.end)
-    tiers.learn_cost(StepCost(token_s=100.0))  # so a fetch is always faster
+    tiers.learn_cost(StepCost(token_s=100.0))  # computing is so slow that a fetch is always faster
     try:
         serve(backend, cache, [request(2, PROMPT)], 64, tiers=tiers, wait=copies.wait)
         copies.settle(tiers)

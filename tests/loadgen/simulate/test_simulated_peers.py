@@ -102,7 +102,7 @@ def test_smg_adds_queue_tokens_and_kv_pressure() -> None:
     assert peer.choose(offered(2, tokens=1), [], 1.0) == B, "1,500 against 1,024"
     full = fresh(SmgLeastLoad)
     for pod, kv in ((A, 0.9), (B, 0.0)):
-        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 0.9 / (1 - 0.9) = 1.35 s, as for 2,700 tokens
+        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # A's KV costs 0.15 x 0.9 / (1 - 0.9) = 1.35 s, as 2,700 tokens do
     busy(full, B, 1, tokens=2600)
     assert full.choose(offered(1, tokens=1), [], 1.0) == B
     busy(full, B, 1, first=2000, tokens=200)

@@ -158,7 +158,7 @@ def test_a_flow_does_not_save_up_what_it_did_not_use() -> None:
     served(queue, 50)
     for _ in range(40):
         queue.push(waiting("a", tokens=10))
-    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # its share of a third
+    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # its share is a third
 
 
 def test_a_full_queue_drops_the_last_request_of_the_longest_backlog() -> None:

@@ -344,7 +344,7 @@ def test_a_view_has_each_number_in_its_own_field() -> None:
     state.first_token("a", now_s=1.5)
     send(state, "b", 2000, 1.625)
     seen = state.view(PodId("pod-0"), now_s=1.75, matched_tokens=30, host_tokens=20, disk_tokens=10)
-    assert seen.prefill_free_at_s == pytest.approx(1.625 + 0.2075)  # b's prefill, and one and a half steps
+    assert seen.prefill_free_at_s == pytest.approx(1.625 + 0.2075)  # b's prefill, plus one and a half steps
     assert seen == PodView(
         pod_id=PodId("pod-0"),
         matched_tokens=30,
