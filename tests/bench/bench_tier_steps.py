@@ -57,7 +57,7 @@ class Traffic:
         self.slots = rng.sample(range(HOST_BLOCKS), 4 * PIECE_BLOCKS)
         self.moved = self.asked = 0
         self.ended = asyncio.Event()
-        """Set when copies have been taken in."""
+        """Set when the copier has been polled for copies that have ended."""
         self.spent_s = 0.0
         """CPU seconds of the event loop."""
 
@@ -75,7 +75,7 @@ class Traffic:
         self.spent_s += time.thread_time() - start_s
 
     def take_in(self) -> None:
-        """Take in copies that have ended."""
+        """Poll the copier for copies that have ended."""
         start_s = time.thread_time()
         self.moved += sum(len(end.done) for end in self.copier.poll())
         self.spent_s += time.thread_time() - start_s
@@ -97,7 +97,7 @@ class Timed:
 
 @dataclass
 class Arm:
-    """The rounds of one amount of traffic."""
+    """The rounds with one amount of traffic."""
 
     alone: list[tuple[float, float]] = field(default_factory=list)
     ratios: list[tuple[float, float]] = field(default_factory=list)

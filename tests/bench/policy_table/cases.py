@@ -227,7 +227,7 @@ FOREIGN_BASES = ("gateways_2", "one50_30", "one50_60", "one50_85", "one80_60", "
 """Cases that are also played with one, two and four gateways in front of pods that publish nothing."""
 FOREIGN_GATEWAYS = (1, 2, 4)
 FOREIGN_GROUP = "foreign"
-"""Prefix of the names of these cases."""
+"""Prefix of the names of the cases whose pods publish nothing."""
 
 
 def _foreign() -> Iterator[Case]:
