@@ -32,8 +32,8 @@ HypothesisProvider._local_constants = Constants()  # type: ignore[assignment, me
 def pytest_configure() -> None:
     """Set up a process that runs tests.
 
-    There are more such processes than cores, so torch and BLAS compute with one thread each. A second one would wait at
-    every barrier for the core of another process: on a busy machine that turns seconds into minutes.
+    There are more such processes than cores, so torch and BLAS compute with one thread each. A second thread would wait
+    at every barrier for the core of another process: on a busy machine that turns seconds into minutes.
 
     pytest-asyncio asks for the current loop before it sets its own. If none was ever set, asyncio makes one, which is
     never closed, and the ResourceWarning fails whichever test runs at the next garbage collection.
@@ -98,7 +98,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True)
 def same_draws(request: pytest.FixtureRequest) -> None:
-    """Seed `random` by the test's name. The product draws from it, such as the seed of a request that names none.
+    """Seed `random` by the test's name. The product draws from it, for example a seed for a request without one.
 
     Without this, a rare draw would make a test fail once in hundreds of runs, on somebody else's machine.
     """

@@ -29,7 +29,7 @@ COMPUTING = (
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The libraries' names for a processor. `without`: how the names of NumPy's kernels begin that it cannot run."""
+    """The libraries' names for a processor. `without`: prefixes of the names of NumPy's kernels that it cannot run."""
 
     openblas: str
     onednn: str

@@ -1,4 +1,4 @@
-"""What pages name exists, READMEs are short, figures have a command and a date, and reasons have a date."""
+"""Everything that pages name exists, READMEs are short, figures have a command and a date, and reasons have a date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENERATED = re.compile(r"<!-- generated -->.*?<!-- end of generated -->", re.DOT
 CODE = re.compile(r"^```[\s\S]*?^```$|^ {4}.*$", re.MULTILINE)
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 RUN = re.compile(r"`[^`]*(?:python -m |make |warmroute-|tests/|pytest|curl |docker )[^`]*`|\b[Bb]y hand\b")
-"""Matches a command that a reader can run again, or "by hand", which says that no command in the tree does it."""
+"""Matches a command that a reader can run again, or "by hand", which says that the tree has no command for it."""
 README_WORDS = 600
 TABLE_COLUMNS = 140
 PAGES = sorted(

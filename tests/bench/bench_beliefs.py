@@ -4,8 +4,8 @@ tests.bench.bench_beliefs`.
 The figures are CPU time in us per request of 24 prefix keys, 8 of them a system prompt. Batches have 17 requests, as
 for one of three gateways at 1,000 requests/s in total. *Path* is the part that the request itself waits for. Then the
 bench uses a real Redis. It measures how late gateways hear of each other's requests. The gateways' own work is
-included, because all of them run in this process. It also measures the share of a core that telling and hearing take,
-without Redis.
+included, because all of them run in this process. It also measures the share of a core that telling and hearing take in
+this process; Redis's own CPU time is not included.
 """
 
 from __future__ import annotations

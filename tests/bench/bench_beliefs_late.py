@@ -197,7 +197,7 @@ def measure(count: int, rate: float, seconds: float, *, at_once: bool) -> str:
     heard_s = [times_s for times_s, _ in told]
     decided_s = {request: min(times[request] for times in heard_s if request in times) for request in heard_s[0]}
     late_ms = sorted(1e3 * (times[r] - decided_s[r]) for times in heard_s for r in times if r in decided_s)
-    late_ms = late_ms[len(decided_s) :]  # leave out the deciding gateways' own, which are 0
+    late_ms = late_ms[len(decided_s) :]  # leave out the delays at the deciding gateways, which are 0
     cpu_us = 1e6 * sum(cpu_s for _, cpu_s in told) / len(decided_s)
     p10, p50, p90, p99 = (late_ms[len(late_ms) * percent // 100] for percent in (10, 50, 90, 99))
     return (

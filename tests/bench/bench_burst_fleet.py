@@ -46,7 +46,8 @@ from tests.bench.bench_sim_fleet import cpu_seconds, empty_caches, row, ttft_of
 
 AT_ONCE = ArrivalSpec(ArrivalKind.BURST, math.inf)
 WARM, WARM_REQUESTS, WARM_RATE = PrefixRepetition(), 64, 16.0
-"""Requests before the bursts: for connections, tokenizers, and what the gateway learns of the model."""
+"""Workload, requests and requests/s before the bursts. They open connections, warm up tokenizers, and let the gateway
+learn about the model."""
 LIMIT = 0.15
 """Share by which the measured mean may exceed the simulator's."""
 

@@ -1,4 +1,4 @@
-"""Microseconds of a decision in the gateway by size of the fleet, compared with a decision that views each pod:
+"""Microseconds of a decision in the gateway by fleet size, compared with a decision that builds a view of each pod:
 `python -m tests.bench.bench_decision`.
 
 A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes the request's

@@ -7,8 +7,8 @@ random order into memory that is aligned to pages, and computes no checksum. `co
 `warm`: the page cache has the file. `direct` opens the file with O_DIRECT. `asked ahead` tells the kernel which eight
 blocks are read next (`posix_fadvise`). `cached or direct` reads blocks from the page cache if they are there
 (RWF_NOWAIT), and the others past it. `4 threads` reads four blocks at a time. Each cell gives GB/s by the clock, and
-CPU seconds of the process for 10 GB: medians of the rounds. Writes are overwrites; the time counts until `pwrite`
-returns, and until `fdatasync` does.
+CPU seconds of the process for 10 GB: medians of the rounds. Writes are overwrites; one time is until `pwrite`
+returns, the other until `fdatasync` returns.
 """
 
 from __future__ import annotations

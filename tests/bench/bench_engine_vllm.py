@@ -5,7 +5,7 @@
 Both serve one checkpoint in float32 with the same number of threads per step. They get requests in turn, so that other
 work on the machine affects both. While one serves, the other is stopped, because an idle vLLM spins a little. A figure
 is the median. The table has the time that a client sees, and the CPU time of all the server's threads. Other work on
-the machine makes the former longer, but hardly the latter. Without a vLLM the bench says so, and exits with 0.
+the machine makes the client's time longer, but hardly the CPU time. Without a vLLM the bench says so, and exits with 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_TOKENS = 64
 """Tokens after a cached prefix."""
 STREAMS, OUTPUT_TOKENS = 16, 64
 SETTLE_S = 0.5
-"""Time for the work that a server catches up on after it runs again."""
+"""Seconds in which a server that runs again may catch up on work."""
 CASES = ("cold", "warm", "decode")
 
 

@@ -109,7 +109,7 @@ def mooncake(path: Path, limit: int | None = None) -> Trace:
 
 
 def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, float]:
-    """Return the hit rates of all blocks and of those of hot prefixes."""
+    """Return the hit rates of all blocks, and of the blocks of hot prefixes."""
     cache = PrefixCache(blocks, 1, eviction=eviction)
     cache.learn_cost(1.0, ATTENTION)
     hits = asked = hot_hits = hot_asked = 0
@@ -129,8 +129,8 @@ def hit_rates(trace: Trace, blocks: int, eviction: Eviction) -> tuple[float, flo
 
 
 def optimum(trace: Trace, blocks: int) -> tuple[float, float]:
-    """Return the same rates for Belady's optimum, which evicts the block whose next use is latest, and a block before
-    its parent. Like an engine, it holds all blocks of the running request."""
+    """Return the same rates for Belady's optimum. It evicts the block whose next use is latest, and never a parent
+    before its child. Like an engine, it holds all blocks of the running request."""
     ids: dict[tuple[int, int], int] = {}
     chains: list[list[int]] = []
     for request in trace.requests:

@@ -37,8 +37,7 @@ MODULE = "tests.bench.bench_gateway"
 KINDS = {"json": (0, 0.0), "stream": (20, 0.0), "long": (100, 0.0), "spread": (20, 0.002)}
 """Chunks of an answer (0: no stream), and the seconds between them."""
 AIMS_US = {"json": (200, 135), "stream": (260, 185)}
-"""CPU us per request: the gateway's target, and what the bare proxy needed on the machine on which the target was
-set."""
+"""CPU us per request: the gateway's target, and the bare proxy's figure on the machine where the target was set."""
 FURTHER_CHUNK_AIM_US = 6.0
 PROMPT_BYTES = 8192
 SHARED_BYTES = 6144

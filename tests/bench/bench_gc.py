@@ -85,7 +85,7 @@ class Pauses:
         """Return the count and the longest of the pauses since the last call, for each generation and for disturbed
         pauses.
 
-        `longest` is the longest of those that were not disturbed.
+        `longest` is the longest pause that was not disturbed.
         """
         found = {str(generation): (len(ms), max(ms, default=0.0)) for generation, ms in self.ms.items()}
         longest = max(longest for _, longest in found.values())
@@ -96,7 +96,7 @@ class Pauses:
 
 
 def involuntary_switches() -> int:
-    """Return how often the kernel took the core from this thread before it had to wait."""
+    """Return how often the kernel took the core from this thread although the thread was not waiting."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 

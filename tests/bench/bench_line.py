@@ -19,7 +19,7 @@ LOOKS = 3000
 
 
 def look_us(pods: int, most: int) -> float:
-    """Return the median if a pod gets at most `most` requests; 0: as many as it takes."""
+    """Return the median if a pod gets at most `most` requests; 0: no such limit."""
     fleet = tuple(Pod(f"http://pod-{i}:80", PodIdentity(PodId(f"pod-{i}"), None, ())) for i in range(pods))
     line, now_s, times_us = Line(LineLimits(10, 1000, most)), 100.0, []
     for number in range(LOOKS):

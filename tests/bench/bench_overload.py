@@ -36,9 +36,9 @@ TIMEOUT_S = 1.7
 """Seconds for which a request may wait in the queue if it names no limit: 2 s minus the time on a busy pod."""
 PODS = 4
 CAPACITY = {"decode": 149.0, "prefill": 57.0}
-"""Requests per second: the highest rate tried at which all were in time without the queue."""
+"""Requests per second: the highest rate tried at which all requests were in time without the queue."""
 WARM_S = 8.0
-"""Seconds at the beginning that do not count: the gateway needs two to notice that all pods are saturated."""
+"""Seconds at the beginning that do not count: the gateway needs two seconds to notice that all pods are saturated."""
 BELOW = ("gsp_90", "zipf_90", "tenants_90", "multi_90", "zero_75", "one50_85", "gateways_4")
 TENANTS = (
     ("decode", 1, 0, 0.25),
@@ -126,7 +126,7 @@ def ttft_s(record: RequestRecord) -> float:
 
 
 def p99_ms(records: Sequence[RequestRecord]) -> float:
-    """Return the 99th percentile of the time to first token; a refused request never has one."""
+    """Return the 99th percentile of the time to first token, which is infinite for a refused request."""
     return 1e3 * float(np.percentile([ttft_s(record) for record in records], 99, method="higher"))
 
 
@@ -139,7 +139,7 @@ def below(seeds: Sequence[int]) -> None:
     cases = {case.name: case for case in SYNTHETIC}
     for name in (*BELOW, "gsp_burst"):
         case = cases[name]
-        knee = KNEES.get(case.knee_of, math.inf)  # a burst has none
+        knee = KNEES.get(case.knee_of, math.inf)  # a burst has no knee
         for seed in seeds:
             cells, held = [], 0
             for asked in (None, lambda _: Asked()):

@@ -6,7 +6,7 @@ Every figure is CPU seconds per second of the measurement, so a busy machine cha
 
     idle     every engine publishes heartbeats and nothing else
     served   `--requests` per second over all engines; each changes the load and the keys of its engine three times
-    flat     every engine always has news: as many batches as it may publish
+    flat     every engine always has news, so it publishes as many batches as it may
 
 With `--told 0`, the engines publish as in a small fleet, whatever the size of this one.
 """
@@ -59,7 +59,7 @@ EVENTS_A_REQUEST = 3
 
 def packed(command: tuple[str | bytes, ...]) -> bytes:
     """Return a command in the form that is sent to Redis."""
-    pack: Any = hiredis.pack_command  # its stub accepts only one word
+    pack: Any = hiredis.pack_command  # the function's type stub accepts only one word
     return bytes(pack(command))
 
 

@@ -1,19 +1,18 @@
-"""How much longer the steps of others take while blocks are copied to and from host memory, on the CPU.
+"""How much longer steps of other requests take while blocks are copied to and from host memory, on the CPU.
 
     python -m tests.bench.bench_tier_steps [--rounds 24] [--steps 8]
 
 The bench uses real KV and the engine's own host tier with its threads. As in the engine, a thread computes steps, and
-the event loop asks for copies and takes them in meanwhile. A step decodes 8 sequences of 512 tokens. A round is a few
-steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are pieces
-of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under load
-copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
+the event loop meanwhile asks for copies and polls for their ends. A step decodes 8 sequences of 512 tokens. A round is
+a few steps without copies, as many during copies, and as many without copies again; the order alternates. Copies are
+pieces of 32 blocks that are not adjacent in memory, as in a pool that has been in use for some time. An engine under
+load copies a piece about every eighth step (`bench_tier_traffic`). Here every step has one piece, or four: two in each
 direction.
 
 `step, CPU`: CPU time of the thread that computes, which includes waits for memory that copies keep busy. `step, clock`:
-the same by the clock, so it includes waits for the interpreter's lock, and other programs if the machine is busy;
-copies run on another core. The lower quartile of each set of steps counts, because other programs only make
-steps longer. A ratio is the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop
-for the copies of a step.
+clock time of the same steps, which also includes waits for the interpreter's lock and for other programs. Copies run on
+another core. The lower quartile of each set of steps counts, because other programs only make steps longer. A ratio is
+the median of the rounds, with its interquartile range. `asking`: CPU time of the event loop for the copies of a step.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ class Traffic:
         self.slots = rng.sample(range(HOST_BLOCKS), 4 * PIECE_BLOCKS)
         self.moved = self.asked = 0
         self.ended = asyncio.Event()
-        """Set when copies have been taken in."""
+        """Set when the copier has been polled for copies that have ended."""
         self.spent_s = 0.0
         """CPU seconds of the event loop."""
 
     def ask(self, pieces: int) -> None:
-        """Ask for `pieces` pieces. Pieces of the step before that have not ended are counted for this step."""
+        """Ask for `pieces` pieces. Unfinished pieces of the previous step count among them."""
         start_s = time.thread_time()
         for _ in range(pieces - self.copier.open_copies):
             at = self.asked % 4 * PIECE_BLOCKS
@@ -76,7 +75,7 @@ class Traffic:
         self.spent_s += time.thread_time() - start_s
 
     def take_in(self) -> None:
-        """Take in copies that have ended."""
+        """Poll the copier for copies that have ended."""
         start_s = time.thread_time()
         self.moved += sum(len(end.done) for end in self.copier.poll())
         self.spent_s += time.thread_time() - start_s
@@ -98,7 +97,7 @@ class Timed:
 
 @dataclass
 class Arm:
-    """The rounds of one amount of traffic."""
+    """The rounds with one amount of traffic."""
 
     alone: list[tuple[float, float]] = field(default_factory=list)
     ratios: list[tuple[float, float]] = field(default_factory=list)

@@ -4,17 +4,17 @@
 
 The bench uses the engine's own scheduler, cache, host tier and KV. 7 requests decode all the time, at contexts from 512
 tokens on. Meanwhile, requests are answered one after another; each prompt is one of `--prompts`, of 500 tokens each.
-Together these exceed the pool. So each prefill evicts blocks of others, the blocks of each request are copied down at
+Together these exceed the pool. So each prefill evicts older blocks, the blocks of each request are copied down at
 its end, and those of a recurring prompt are copied up if that is faster. One thread computes and plans, and all times
 are its CPU time. Three engines take turns in each round: without tiers, with tiers, and with tiers whose work has no
 bound (`engine.tiers.allowance`).
 
-`planning`: the time in the tiers. Its sum is relative to all of the thread's time, that of single steps to the median
-step that only decodes. `while it runs`: what an engine does while another thread computes the step. In an engine, that
-work delays the step only while it holds the interpreter's lock. Here there is one thread, so all of it counts. `beside
-copies`: the median step that only decodes during a copy, relative to the same round's steps without a copy, including
-planning; the median of the rounds and its interquartile range. `again`: the same for an engine without tiers, with its
-steps divided into two groups at random.
+`planning`: the time in the tiers. The sum over all steps is relative to all of the thread's time; single values are
+relative to the median step that only decodes. `while it runs`: what an engine does while another thread computes the
+step. In an engine, that work delays the step only while it holds the interpreter's lock. Here there is one thread, so
+all of it counts. `beside copies`: the median decode-only step during a copy / the median one without a copy in the same
+round, both with planning. The line has the median of the rounds and their interquartile range. `again`: the same for an
+engine without tiers, with its steps divided into two groups at random.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Pod:
         assert plan is not None
         meanwhile_s = self.go_on()  # decided copies begin
         result = self.backend._step(plan)
-        meanwhile_s += self.go_on()  # copies that have ended are taken in
+        meanwhile_s += self.go_on()  # copies that have ended are processed
         outputs = self.scheduler.complete(result)
         spent = self.spent
         spent.step_s.append(time.thread_time() - start)

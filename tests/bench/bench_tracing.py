@@ -103,7 +103,7 @@ def steps() -> None:
         for _ in range(SENDINGS):
             export = SpanExport(HTTP, resource_of("bench", "bench"))
             tracer = Tracer(Sampling(1.0), export)
-            began = time.process_time()  # of all threads
+            began = time.process_time()  # CPU time of all threads
             for _ in range(SENT):
                 traced(tracer)
             export.close()
@@ -149,7 +149,7 @@ def compare(repeats: int, count: int) -> None:
 
 
 def main() -> None:
-    """Print both."""
+    """Print the cost of each step and of whole gateways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=40, help="repeats of each gateway, at least 2 (default 40)")
     parser.add_argument("--count", type=int, default=400, help="requests of a repeat (default 400)")

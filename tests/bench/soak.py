@@ -9,7 +9,7 @@ needs two cores with little other work: on busy cores engines answer too late, a
 
 It runs two gateways, emulated engines on fixed ports, and a Redis server. One process is disturbed at a time, so there
 is always an engine that serves and a gateway to send to, as with rolling updates and disruption budgets. Gateways are
-rolled as Kubernetes does it: SIGTERM, a moment in which clients still come, and a new process after the old one's end.
+rolled as by Kubernetes: one gets SIGTERM, clients use it for a moment longer, and after its end a new process starts.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ async def in_flight(gateways: list[Service], engines: list[Service]) -> list[str
 
 
 async def breaks(gateways: list[Service]) -> Counter[str]:
-    """Count the streams that engines broke, by what followed, for gateways alive at the end."""
+    """Count the streams that engines broke, by what followed, as counted by gateways that are alive at the end."""
     found: Counter[str] = Counter()
     async with aiohttp.ClientSession() as http:
         for gateway in gateways:

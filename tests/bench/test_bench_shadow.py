@@ -1,4 +1,4 @@
-"""The table of shadow policies: acting policies are unchanged and agree with themselves; figures are in place."""
+"""The table of shadow policies: acting policies are unchanged and agree with themselves; each figure is in its cell."""
 
 from __future__ import annotations
 

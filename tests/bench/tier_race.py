@@ -1,4 +1,4 @@
-"""An engine in virtual time with a prompt that its pool has lost and a lower tier holds: the time to first token."""
+"""Measures, in virtual time, the time to first token of a prompt that a lower tier holds and the pool has lost."""
 
 from __future__ import annotations
 

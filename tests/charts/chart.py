@@ -29,7 +29,7 @@ class RenderError(Exception):
 
 
 def kube_version(values: Path | None) -> str:
-    """Return the oldest Kubernetes for a values file, which its line `# kube-version: X` names; else the chart's."""
+    """Return the oldest Kubernetes version for a values file: from its line `# kube-version: X`, else the chart's."""
     match = re.search(r"^# kube-version: (\S+)$", values.read_text(), re.MULTILINE) if values else None
     return match[1] if match else f"{OLDEST}.0"
 

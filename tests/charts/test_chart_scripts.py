@@ -186,7 +186,7 @@ async def test_the_comparison_waits_for_the_operators_port() -> None:
         port = free.getsockname()[1]
     async with serving(gateway) as url:
         waiting = asyncio.create_task(run_script("wait_engines.py", url, "3", "60", f"http://127.0.0.1:{port}"))
-        await wait_until(lambda: gateway.admitted >= 4, 60)  # the script asks on, although the engines are there
+        await wait_until(lambda: gateway.admitted >= 4, 60)  # the script asks again, although the engines are there
         assert not waiting.done()
         async with serving(operators, port):
             status, output = await waiting

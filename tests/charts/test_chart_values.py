@@ -58,7 +58,7 @@ def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_nearly_every_level_is_closed() -> None:
-    """These take any key: Kubernetes' objects, maps of labels and annotations, `global`."""
+    """Only these levels take any key: Kubernetes' objects, maps of labels and annotations, `global`."""
     assert len(LEVELS) > 60
     for path in [(), ("gateway",), ("gateway", "settings"), ("models", "any", "settings"), ("monitoring",)]:
         assert path in LEVELS

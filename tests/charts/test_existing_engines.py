@@ -1,4 +1,4 @@
-"""What the chart's page on vLLM and SGLang names exists: flags, metrics, alerts, values and paths."""
+"""The flags, metrics, alerts, values and paths that the chart's page on vLLM and SGLang names exist."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_images(any_helm: Helm, kind: str, device: str, image: str) -> None:
 
 @KINDS
 def test_nothing_is_written_outside_of_volumes_nor_needs_a_name(any_helm: Helm, kind: str) -> None:
-    """The root is read-only, and no image's /etc/passwd, which getpass and expanduser read, has the user."""
+    """The root is read-only, and the user is in no image's /etc/passwd, which getpass and expanduser read."""
     template, one = rendered(any_helm, kind)
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     env = variables(one)
@@ -248,7 +248,7 @@ def test_each_kind_is_scaled_by_what_it_exports(any_helm: Helm) -> None:
 
 
 def test_the_bundled_engine_is_as_it_was_beside_them(any_helm: Helm) -> None:
-    """If another kind of engine joins the release, bundled engines do not restart and lose nothing."""
+    """If another kind of engine joins the release, bundled engines keep their Deployment, so they do not restart."""
     alone = {"models.bundled": {"source": "pvc://models/qwen3-8b"}}
     beside = {**alone, "models.a": {"engine": "vllm", "source": "/m"}}
     one, other = (

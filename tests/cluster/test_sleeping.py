@@ -43,7 +43,7 @@ async def test_a_request_wakes_a_model_that_sleeps(url: str) -> None:
             while await asyncio.to_thread(waiting) < REQUESTS:
                 assert not any(task.done() for task in asked), "no request waits for a sleeping model"
                 await asyncio.sleep(0.5)
-            await do("scale", f"deployment/{ENGINE}", "--replicas=1")  # as KEDA would do; it need not be installed
+            await do("scale", f"deployment/{ENGINE}", "--replicas=1")  # as KEDA would do; KEDA need not be installed
         for task in asked:
             status, text = task.result()
             assert status == 200, text

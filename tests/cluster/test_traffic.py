@@ -1,4 +1,4 @@
-"""The traffic of the cluster tests distinguishes whole, cut and lost requests, on which the verdicts depend."""
+"""The traffic of the cluster tests distinguishes whole, cut and lost requests. Those tests' verdicts depend on that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the garbage collector walks and finds in a process that keeps it quiet. Its settings are restored at the end.
+"""What the garbage collector walks and finds in a process that keeps it quiet, and whether its settings are restored.
 
 `test_collector.py` runs this file in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Flags take precedence over the environment, and that over the file. Every refusal names field, value and remedy."""
+"""Flags override the environment, which overrides the file. Every refusal names field, value and remedy."""
 
 from __future__ import annotations
 

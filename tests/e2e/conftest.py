@@ -15,7 +15,7 @@ from tests.redis_server import RedisServer, running_redis
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a real Llama checkpoint with two layers of 64, which answers in milliseconds."""
+    """Make a real Llama checkpoint with two layers of hidden size 64, which answers in milliseconds."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_checkpoint(folder, hidden_size=64, layers=2, heads=4, kv_heads=2, intermediate_size=128, max_position=4096)
     return folder

@@ -49,7 +49,7 @@ class Program:
 
     @property
     def admin(self) -> str:
-        """Return the URL of the port for operators; the program must be ready and have one."""
+        """Return the URL of the port for operators. The program must be ready, and must have such a port."""
         found = ADMIN.search(self.output())
         assert found is not None, self.output()
         return found[1]

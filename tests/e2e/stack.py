@@ -95,7 +95,8 @@ async def gateway_before(server: RedisServer, engines: list[Program], **settings
 
 
 async def empty_caches(engines: Iterable[Program]) -> None:
-    """Empty the engines' caches. Otherwise other tests' frequent prompts would stay, and a test's own be evicted."""
+    """Empty the engines' caches. Otherwise frequent prompts of other tests would stay, and the test's own prompts would
+    be evicted."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
         for engine in engines:
             async with http.post(f"{engine.url}/reset_prefix_cache") as answer:
@@ -103,7 +104,7 @@ async def empty_caches(engines: Iterable[Program]) -> None:
 
 
 async def wait_index_equal(stack: Stack, deadline_s: float = 5.0) -> dict[PodId, set[int]]:
-    """Wait until the index equals what the engines report that they hold. Without traffic that takes a few seconds."""
+    """Wait until the index equals the keys that the engines report. Without traffic that takes a few seconds."""
     async with asyncio.timeout(deadline_s):
         while True:
             truth = await stack.held_by_engines()

@@ -64,7 +64,7 @@ def tenants(folder: Path) -> dict[str, str]:
 async def test_two_gateways_tenants_and_a_restart_of_redis(
     fleet: tuple[RedisServer, list[Program]], tmp_path: Path
 ) -> None:
-    """Each gateway expands what the other stored, but only for the same tenant. Redis may be down."""
+    """Each gateway expands caches that the other stored, but only for the same tenant. Redis may be down."""
     redis, engines = fleet
     given = tenants(tmp_path)
     async with gateway_before(redis, engines, **given) as one, gateway_before(redis, engines, **given) as two:

@@ -47,7 +47,7 @@ class Fleet:
     http: aiohttp.ClientSession
 
     async def ask(self, url: str, prompt: str) -> tuple[int, str, int]:
-        """Return a completion's status, its pod, and the tokens that the gateway believed cached there."""
+        """Return a completion's status, its pod, and the tokens that the gateway believed cached on it."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True}
         async with self.http.post(f"{url}/v1/completions", json=body) as answer:
             await answer.read()

@@ -13,7 +13,7 @@ from tests.emulated_card.streams import Stream
 _ROUND = 512
 """torch's allocator rounds up to a multiple of this many bytes."""
 _POISON = 0xFF
-"""As every byte of a number: NaN in each floating-point type, -1 in each signed integer type."""
+"""A number with this value in every byte is NaN in each floating-point type, and -1 in each signed integer type."""
 _POISONED = 1 << 28
 """Regions of more bytes are not poisoned: tests allocate them for their addresses and touch little of them."""
 

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen demo-fleet` with fakes for the programs. The real programs accept the flags that it gives them."""
+"""`warmroute-loadgen demo-fleet` with fakes for the programs. The real programs accept the flags that it passes."""
 
 from __future__ import annotations
 

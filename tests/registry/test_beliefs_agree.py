@@ -1,6 +1,6 @@
 """Whatever happens to Redis or to gateways, all gateways believe the same after a quiet time.
 
-In virtual time, with a scripted server. The gateways are compared with one index that gets all events.
+The tests run in virtual time, with a scripted server. The gateways are compared with one index that gets all events.
 """
 
 from __future__ import annotations

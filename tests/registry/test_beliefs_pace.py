@@ -1,4 +1,4 @@
-"""When gateways tell each other of requests: a request's pod at once, up to a rate; the rest soon or in batches."""
+"""When gateways tell each other of requests: a request's pod at once, up to a rate; other news soon or in batches."""
 
 from __future__ import annotations
 

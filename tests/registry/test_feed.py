@@ -17,7 +17,7 @@ def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
     ("epoch", "seq", "verdict"),
     [
         (1, 5, Verdict.APPLY),
-        (1, 4, Verdict.SKIP),  # the last one again
+        (1, 4, Verdict.SKIP),  # the last delta again
         (1, 1, Verdict.SKIP),
         (1, 6, Verdict.RESYNC),
         (2, 5, Verdict.RESYNC),

@@ -114,7 +114,7 @@ async def ask(gateway: Gateway, prompt: str, **fields: object) -> None:
 
 
 async def hit_rate(redis_server: RedisServer, count: int) -> float:
-    """Return the hit rate of always the same requests, sent to `count` gateways in turn. Each request waits until all
+    """Return the hit rate of a fixed list of requests, sent to `count` gateways in turn. Each request waits until all
     gateways know about the previous request."""
     engines = [SmallCache(180) for _ in range(2)]
     async with gateways(redis_server, count, *engines, policy="cache_aware") as started:

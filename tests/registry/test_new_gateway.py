@@ -29,8 +29,9 @@ PREFIXES, PREFIX_BYTES, REQUESTS = 8, 1540, 96
 """A prefix has six keys of 107 tokens, and each prompt adds a few more. Each prefix is requested twelve times in a row,
 every second time from the same engine."""
 BLOCKS = 280
-"""Blocks of each engine, 8,960 tokens: room for all prefixes and the ends of a hundred prompts. If 43 tokens of each
-key were counted as the prompt's own, the cache would seem full four times over."""
+"""Blocks of each engine, 8,960 tokens: room for all prefixes and the ends of a hundred prompts. If a key counted as 64
+tokens (0.25 per byte), 43 tokens of each key would count as the prompt's own, and the cache would seem full four times
+over."""
 
 
 class FullCache(ScriptedEngine):

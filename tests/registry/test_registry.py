@@ -39,7 +39,7 @@ async def test_a_changed_load_is_reported_at_once_and_an_unchanged_one_is_not(re
     engine.publisher._periods = Periods(heartbeat_s=1000.0)
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         await wait_until(lambda: engine.pod in gateway.loads)
-        engine.keys[PrefixKey(1)] = Tier.GPU  # the engine's load counts its keys, but this publishes no change of keys
+        engine.keys[PrefixKey(1)] = Tier.GPU  # the engine's load counts its keys, but no change of keys is published
         await wait_until(lambda: gateway.loads[engine.pod].running == 1)
         with redis.Redis.from_url(redis_server.url) as client:  # the publisher counts only what Redis has confirmed
             sent = client.xlen(stream_key(MODEL))
@@ -52,7 +52,7 @@ async def test_a_new_gateway_is_warm_before_it_is_ready(redis_server: RedisServe
     async with engine.running(), Gateway(redis_server).following(engine) as first:
         engine.change(dict.fromkeys(range(1000), Tier.GPU))
         await first.wait_equal(engine)
-        engine.change({5000: Tier.GPU}, removed={0, 1})  # after the snapshot: only in the stream
+        engine.change({5000: Tier.GPU}, removed={0, 1})  # this follows the snapshot, so it is only in the stream
         await first.wait_equal(engine)
         async with Gateway(redis_server).following(engine) as second:
             assert await second.reader.wait_warm(5.0)
@@ -80,7 +80,7 @@ async def test_heartbeats_renew_a_lease(redis_server: RedisServer) -> None:
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running():
             await wait_until(lambda: engine.publisher.stats.snapshots == 1)
-            client.set(key, b"", keepttl=True)  # another snapshot would not be empty
+            client.set(key, b"", keepttl=True)  # if another snapshot replaced this, the value would not be empty
             left_ms = [client.pttl(key)]
 
             def is_renewed() -> bool:

@@ -40,7 +40,7 @@ async def test_a_gateway_leaves_a_server_on_which_all_engines_are_silent(redis_s
         async with before.running():
             before.change({1: Tier.GPU})
             await gateway.wait_equal(before)
-        with redis_server.replaced():  # the gateway stays connected to the old one
+        with redis_server.replaced():  # the gateway stays connected to the old server
             async with after.running():
                 after.change({2: Tier.GPU})
                 await gateway.wait_equal(after)
@@ -204,7 +204,7 @@ async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: Re
         await gateway.wait_equal(engine)
         gateway.reader.set_pods({engine.pod: "another"})
         assert not gateway.held(engine.pod)
-        async with connect(redis_server.url) as client:  # load the pod as a load does that began earlier
+        async with connect(redis_server.url) as client:  # like a load of the pod that began earlier
             gateway.reader._tails[MODEL] = b"0-0"
             await gateway.reader._load(client, MODEL, [engine.pod])
         assert not gateway.held(engine.pod)

@@ -57,7 +57,7 @@ class Sentinels:
             # The Sentinel refuses until it has asked the replica for its state.
             eventually(lambda: sentinel.execute_command("SENTINEL", "FAILOVER", NAME))
             eventually(lambda: replica.info("replication")["role"] == "master")
-            # Clients ask for the list of masters. It names the old one for a moment longer than the query by name.
+            # Clients ask for the list of masters. It names the old master for a moment longer than the query by name.
             eventually(lambda: sentinel.sentinel_masters()[NAME]["port"] == self.replica)
 
     def stop(self) -> None:

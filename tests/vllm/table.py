@@ -118,7 +118,7 @@ async def ask(http: aiohttp.ClientSession, url: str, ask: Ask, began_s: float) -
 
 async def play(programs: Sequence[Program], asks: Sequence[Ask]) -> list[Seen]:
     """Send the requests in order, `IN_FLIGHT` at a time. `programs` may change meanwhile: a request goes to the program
-    that then has its gateway's number in the list."""
+    that is at its gateway's number when the request is sent."""
     began_s, left = time.monotonic(), iter(asks)
     seen: list[Seen] = []
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)

@@ -138,7 +138,7 @@ async def complete(url: str, texts: Iterable[str]) -> None:
 
 
 def compared(app: web.Application, server: VllmServer, cache: Cache, texts: Iterable[str]) -> Counter[str]:
-    """Count the keys, those that are held, and those about which the belief is right."""
+    """Count all keys, the held keys, and the keys about which the gateway believes rightly."""
     (pod,) = app[FLEET].admitted()
     now_s = asyncio.get_running_loop().time()
     seen: set[int] = set()

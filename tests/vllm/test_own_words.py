@@ -82,7 +82,7 @@ class Front:
             waited: list[asyncio.Future[Any]] = [call, pod]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not pod.done():
-                await call  # which raises
+                await call  # this raises the call's error
             if pod.result() == name:
                 return call
             call.cancel()
@@ -243,7 +243,7 @@ async def test_what_a_server_gives_up_before_the_first_token_comes_from_elsewher
     three: list[VllmServer], redis: RedisServer, endpoint: Endpoint
 ) -> None:
     """The only sign of a server that gave up is an answer without tokens."""
-    sleeps, stays = three[2], three[0]  # neither is ever full
+    sleeps, stays = three[2], three[0]  # neither server is ever full
 
     async def ask(front: Front, number: int) -> list[bytes]:
         async with front.http.post(front.program.url + endpoint, json=asks(endpoint, number)) as answer:

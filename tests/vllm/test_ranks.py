@@ -96,7 +96,7 @@ def test_a_request_is_computed_by_the_rank_that_the_gateway_names(ranked: VllmSe
             request = urllib.request.Request(
                 f"{gateway.url}/v1/completions",
                 json.dumps({"model": MODEL, "prompt": f"Entry {number}.", "max_tokens": 1}).encode(),
-                {"Content-Type": "application/json", headers.DATA_PARALLEL_RANK: "0"},  # a client's own is dropped
+                {"Content-Type": "application/json", headers.DATA_PARALLEL_RANK: "0"},  # a client's header is dropped
             )
             with urllib.request.urlopen(request, timeout=120.0) as answer:
                 answer.read()

@@ -107,7 +107,8 @@ async def test_the_chat_that_stands_for_a_message_is_the_one_that_vllm_makes(ser
 
 
 async def test_a_message_of_the_assistant_at_the_end_is_a_turn_of_its_own(servers: list[VllmServer]) -> None:
-    """Therefore the gateway requests the rest of a message as a chat. If this test fails, it need no longer do so."""
+    """Therefore the gateway requests the rest of a message as a chat. If this test fails, that is no
+    longer needed."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": SO_FAR}]
     shared = {"model": MODEL, "messages": messages, "max_tokens": 4, "temperature": 0.0}
     async with aiohttp.ClientSession() as http:

@@ -56,8 +56,8 @@ def test_every_loss_has_its_cause() -> None:
     trace = [
         seen(0, "a"),
         seen(1, "a", cached=960),
-        seen(2, "b", gateway=1),  # gateway 1 has never heard of it
-        seen(3, "b"),  # gateway 0 knows a, and now finds it evicted on b
+        seen(2, "b", gateway=1),  # only gateway 0 has sent the prefix before, to a
+        seen(3, "b"),  # b has evicted the prefix, and gateway 0 predicted that
         seen(4, "a", predicted=960, cached=320),
         seen(5, "c"),
     ]

@@ -23,7 +23,7 @@ class Work:
 
 
 def layer_weights(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of elements of one layer's matrices: those for query, key and value, and the others."""
+    """Return the number of elements of one layer's query, key and value matrices, and of its other matrices."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = config.hidden_size * (queries + 2 * keys)
     rest = queries * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
@@ -40,7 +40,7 @@ def weights_read(config: ModelConfig) -> int:
 def linear_flops(config: ModelConfig, tokens: int, rows: int) -> int:
     """Return the FLOPs of the matrix products of `tokens` tokens, `rows` of which get logits.
 
-    The engine computes the last layer's output projection and MLP only for those rows, so they are counted that way.
+    The engine computes the last layer's output projection and MLP only for `rows` tokens, so only these count there.
     """
     qkv, rest = layer_weights(config)
     elements = tokens * config.layers * qkv + (tokens * (config.layers - 1) + rows) * rest

@@ -18,7 +18,7 @@ _BYTES = 2 << 30
 """Total size of the matrices that take turns, so that no cache holds them."""
 _GATED = "gate, up, SiLU"
 _MOST = 32
-"""Maximum number of those matrices if they are small."""
+"""Maximum number of matrices that take turns, if they are small."""
 
 
 @dataclass(frozen=True, slots=True)

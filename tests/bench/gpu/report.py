@@ -33,7 +33,7 @@ class Comparison:
     theirs_tokens_per_s: float
     """An upper bound if transformers left requests unanswered."""
     theirs_unanswered: int
-    """Requests that transformers had not answered when the time was over."""
+    """Requests that transformers had not answered at the time limit."""
     theirs_attention: str
     agreement: Agreement
 
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def known_ratio(self) -> float | None:
-        """Return the ratio; None: it is below the bound, but not all was answered, so it may be higher."""
+        """Return the ratio; None: it is below the bound, but some answers are missing, so the true ratio may not be."""
         return None if self.theirs_unanswered and self.ratio < THROUGHPUT_RATIO else self.ratio
 
 

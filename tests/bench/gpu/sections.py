@@ -79,7 +79,7 @@ class Bench:
             await self._with_engine(last, ceilings)
 
     async def _with_engine(self, wanted: frozenset[str], ceilings: Ceilings) -> list[ServedWorkload]:
-        """Start an engine and measure it; return what it served of the workloads to compare."""
+        """Start an engine and measure it; return its answers to the workloads that are compared."""
         sizes, model = self._sizes, self._model
         _give_back(model.device)
         say(f"engine: {sizes.name} model, {model.dtype}, {model.device}")

@@ -23,7 +23,8 @@ class WarmFigure:
 
 
 async def measure_warm_ttft(engine: Engine, prompt_tokens: int, cached_tokens: int, rounds: int) -> WarmFigure:
-    """Return the median of `rounds` prompts, each alone, that share their first `cached_tokens` with an earlier one."""
+    """Return the median of `rounds` prompts. Each runs alone, and begins with the same `cached_tokens` tokens as an
+    earlier prompt."""
     draw = random.Random(5)
 
     def ids(count: int) -> list[int]:
@@ -47,7 +48,7 @@ class ServedWorkload:
 
     workload: Workload
     answers: Sequence[Sequence[int]]
-    """An empty answer: not finished when the time was over."""
+    """An empty answer: not finished at the time limit."""
     elapsed_s: float
     cached_tokens: int | None = None
     """Prompt tokens that were not computed; None: the engine does not report them."""
@@ -56,7 +57,7 @@ class ServedWorkload:
 
     @property
     def unanswered(self) -> int:
-        """Count the requests whose answer had not ended when the time was over."""
+        """Count the requests whose answer had not ended at the time limit."""
         return sum(not answer for answer in self.answers)
 
     @property

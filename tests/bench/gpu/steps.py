@@ -29,7 +29,7 @@ class DecodeFigure:
     step_s: float
     roofline_s: float
     shared_blocks: bool
-    """The batch's KV exceeds the pool, so sequences read blocks of others; see `Steps.tables`."""
+    """The batch's KV exceeds the pool, so sequences read blocks of other sequences; see `Steps.tables`."""
     rounds_s: Sequence[float] = ()
     """The time of a step in each round; `step_s` is the median."""
 

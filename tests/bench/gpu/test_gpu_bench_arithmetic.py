@@ -33,14 +33,16 @@ SMALL = Model(TINY | {"num_hidden_layers": 3}, torch.bfloat16, CPU)
 
 
 def test_llama_3_8b_by_hand() -> None:
-    """4096 x (4096 + 2 x 1024); 4096 x 4096 + 3 x 4096 x 14336; head 128256 x 4096."""
+    """QKV has 4096 x (4096 + 2 x 1024) weights, the rest of a layer 4096 x 4096 + 3 x 4096 x 14336, and the head
+    128256 x 4096."""
     assert layer_weights(LLAMA) == (25_165_824, 192_937_984)
     assert weights_read(LLAMA) == 32 * 218_103_808 + 525_336_576 == 7_504_658_432
     assert LLAMA.kv_bytes_per_token(2) == 131_072
 
 
 def test_a_decode_step_of_llama_3_8b_by_hand() -> None:
-    """15.0 GB of weights, a row of the embedding, 134 MB of KV; 2 FLOPs per weight, 4 x 32 x 4096 per context token."""
+    """A step reads 15.0 GB of weights, a row of the embedding and 134 MB of KV. It takes 2 FLOPs per weight, and
+    4 x 32 x 4096 per context token."""
     work = decode_work(LLAMA, [1024], 2)
     assert work.bytes == 15_009_316_864 + 8_192 + 134_217_728
     assert work.flops == 15_009_316_864 + 536_870_912
@@ -50,7 +52,7 @@ def test_a_decode_step_of_llama_3_8b_by_hand() -> None:
 
 
 def test_a_prefill_of_llama_3_8b_by_hand() -> None:
-    """2048 tokens in one step; the last layer's output and MLP, and the head, for one row."""
+    """2048 tokens are computed in one step. The last layer's output and MLP, and the head, are computed for one row."""
     qkv, rest = 25_165_824, 192_937_984
     products = 2048 * 32 * qkv + (2048 * 31 + 1) * rest + 525_336_576
     assert prefill_work(LLAMA, 0, 2048, 8192, 2).flops == 2 * products + 4 * 32 * 4096 * (2048 * 2049 // 2)

@@ -106,7 +106,7 @@ def test_a_tiny_runs_shares_are_of_its_own_ceilings(
     report = json.loads((tiny[1] / "report.json").read_text())
     ceilings = report["ceilings"]
     for figure in report["decode"]:
-        middle = figure["context"] + 2  # tokens that warm up
+        middle = figure["context"] + 2  # warm-up steps add two tokens
         work = decode_work(MODEL.config, [middle] * figure["batch"], 4)
         seconds = work.seconds(ceilings["copy_bytes_per_s"], ceilings["matmul_flops_per_s"])
         assert figure["roofline_s"] == pytest.approx(seconds)
@@ -133,7 +133,8 @@ def test_the_faster_way_to_copy_is_the_ceiling(copies: tuple[float, float], monk
 
 
 def just_kept(worse: str = "", by: float = 1.001) -> Results:
-    """Return a full run whose figures are all 0.1 % better than their bounds; those named `worse` are as much worse."""
+    """Return a full run whose figures are all better than their bounds by the factor `by`, but the figure named `worse`
+    is worse by that factor."""
 
     def high(name: str, bound: float) -> float:
         return bound / by if name == worse else bound * by
@@ -226,7 +227,7 @@ async def test_a_section_that_fails_is_noted_and_the_others_run(capsys: pytest.C
     await run_sections({"decode": fails, "prefill": works}, results, lambda: kept.append(len(ran)), math.inf)
     assert results.failures == {"decode": "ValueError: no room"}
     assert ran == [True]
-    assert kept == [0, 1], "after each of them"
+    assert kept == [0, 1], "results are kept after each section"
     assert "in fails\n" in capsys.readouterr().err, "where it failed"
     assert "* failed: decode: ValueError: no room" in as_markdown(results, FULL)
 
@@ -415,7 +416,7 @@ def test_the_attention_of_transformers_is_told_as_it_was_while_serving(monkeypat
 
 
 def test_the_engine_and_transformers_have_the_same_weights() -> None:
-    """With several heads per key, the weights agree bit for bit if the order is the same."""
+    """Two query heads share a KV head, so another order of the heads would give other values."""
     made = replace(MODEL, fields=TINY | {"num_attention_heads": 4, "num_key_value_heads": 2})
     theirs, ours = made.transformers_model(), made.decoder()
     layer = theirs.model.layers[0]
@@ -427,7 +428,7 @@ def test_the_engine_and_transformers_have_the_same_weights() -> None:
 
 
 def test_on_a_card_kernels_alone_are_counted() -> None:
-    """Operations that launch kernels do not count; a kernel that was launched early counts from its turn."""
+    """Operations that launch kernels do not count. A kernel launched early counts from the previous kernel's end."""
     kinds = DeviceType
 
     def event(name: str, kind: Any, start: float, end: float) -> Any:
@@ -445,7 +446,7 @@ def test_on_a_card_kernels_alone_are_counted() -> None:
     assert [(k.name, k.seconds, k.calls) for k in shares] == [("nvjet_tst", 0.003, 0.5), ("_norm", 0.001, 1)]
     profile = StepProfile("x", 0.01, shares)
     assert profile.by_kind() == [("matrix products", 0.003), ("norm", 0.001)]
-    assert profile.lost == 0.5, "one of two steps without its product"
+    assert profile.lost == 0.5, "the matrix product of one of the two steps is missing"
     report = as_markdown(Results({}, profiles=[profile]), QUICK)
     assert "The profiler has lost 0.5 launches of a step or more" in report
     assert "has lost" not in as_markdown(Results({}, profiles=[replace(profile, kernels=shares[1:])]), QUICK)

@@ -15,7 +15,8 @@ from tests.bench.gpu.serving import ServedWorkload
 from tests.bench.gpu.workloads import Workload
 
 TIE_BOUND = 0.32
-"""Two answers may differ if the logits of their tokens are within this many standard deviations of all logits.
+"""Two answers may differ if the logits of their first different tokens are at most this far apart, in standard
+deviations of all logits.
 
 In bfloat16, two orders of summing (eager attention and SDPA on a CPU, 32 layers of 512, weights made as here) differ by
 0.045 standard deviations in a logit, so by root two times 0.045 = 0.063 in the distance of two logits. The bound is
@@ -25,7 +26,7 @@ deviations below the best.
 _STOP_S = 30.0
 """Time limit for the end of transformers' thread."""
 NO_TIE = 1e9
-"""Used instead of a NaN gap, and between answers of different lengths."""
+"""The reported gap if it would be NaN, or if one answer is the beginning of the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@
 
 The settings in use are constants, because a result's bits must follow from the sizes, not from a race at the start.
 This program tells what the constants should be. It runs every kernel of a Llama-3-8B step (bfloat16) at a few sizes
-with each candidate. The ratio is the time of the settings in use / the candidate's, so above 1 is faster. The table in
-the folder is rewritten with every size. Exit status: 0, or 2 without a card.
+with each candidate. The ratio is the time of the settings in use / the candidate's time, so above 1 the candidate is
+faster. The table in the folder is rewritten with every size. Exit status: 0, or 2 without a card.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Tuner:
                 work()
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-            except (RuntimeError, TritonError) as error:  # the driver; too much shared memory, or ptxas
+            except (RuntimeError, TritonError) as error:  # of the driver or ptxas, or too much shared memory
                 print(f"  {candidate.name}: {str(error)[:200]}", file=sys.stderr, flush=True)
                 return math.inf
             return timed_s(self._device, recorded(self._device, work), _REPEATS)

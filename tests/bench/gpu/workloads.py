@@ -13,7 +13,8 @@ Prompt = tuple[list[int], int]
 SHAREGPT_INPUT_MEAN, SHAREGPT_OUTPUT_MEAN = 161.31, 337.99
 """Mean tokens in the ShareGPT sample of the vLLM paper (arXiv 2309.06180, figure 11)."""
 _SIGMA = 1.0
-"""Standard deviation of the logarithms: our choice, because the paper only plots them; the means are kept."""
+"""Standard deviation of the lengths' logarithms. It is our choice, because the paper only plots the lengths. The means
+are the paper's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,8 @@ def _nothing_shared(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[
 
 
 def _one_prompt(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Bound]:
-    """Bound mean and p99 of `predicted_ttft` and `affinity_groups` by `round_robin`'s; the former also by its earlier
-    values."""
+    """Bound mean and p99 of `predicted_ttft` and `affinity_groups` by those of `round_robin`, and those of
+    `predicted_ttft` also by their earlier values."""
     for field, label in (("mean_ttft_ms", "mean"), ("p99_ttft_ms", "p99")):
         for arm, slack in ((OURS, ONE_PROMPT_SLACK), ("affinity_groups", ONE_PROMPT_GROUP_SLACK)):
             both = same_seeds(arms, (arm, "round_robin"))
@@ -149,7 +149,7 @@ def _one_prompt(case: Case, arms: Mapping[str, Sequence[Cell]]) -> Iterator[Boun
 
 
 def _paired(name: str, ours: Sequence[float], theirs: Sequence[float], slack: float) -> Bound:
-    """Bound mean / mean; it may exceed `slack` by the 95 % interval of the difference on equal seeds."""
+    """Bound the ratio of the means. It may exceed `slack` by the 95 % interval of the difference on equal seeds."""
     mean_theirs = statistics.fmean(theirs)
     differences = [our - their for our, their in zip(ours, theirs, strict=True)]
     chance = half_width(differences) / mean_theirs if len(differences) > 1 else 0.0
@@ -196,7 +196,7 @@ def against_one(case: Case, table: Table) -> AgainstOne | None:
 
 
 def _against_one_gateway(case: Case, table: Table) -> Iterator[Bound]:
-    """Bound what several gateways reach with pods that publish nothing by what one gateway reaches."""
+    """For pods that publish nothing, bound several gateways' hit rate and mean TTFT by those of one gateway."""
     both = against_one(case, table)
     if both is None:
         return

@@ -55,7 +55,7 @@ class Case:
     dying_pod: bool = False
     kv_tokens: int = 0
     """Above 0: the pods publish nothing, like those of vLLM and SGLang, and hold this many tokens; gateways tell each
-    other what they send there."""
+    other what they send to the pods."""
     share_delay: float = 1.0
     """Delay of messages between gateways: `FleetSpec.share_delay`."""
 
@@ -179,8 +179,8 @@ KNEES: Mapping[str, float] = MappingProxyType(
     }
 )
 """Sessions per second: the highest rate tried at which the criterion of `find_knee` held, in runs of 30 s (gsp), 90 s
-(tenants), 20 s (one..) and 40 s. The knees are recorded, so that the offered load does not change with a policy;
-`--find-knees` measures them.
+(tenants), 20 s (one..) and 40 s (others). The knees are recorded, so that the offered load does not change with a
+policy; `--find-knees` measures them.
 """
 
 _SYNTHETIC = (
@@ -227,7 +227,7 @@ FOREIGN_BASES = ("gateways_2", "one50_30", "one50_60", "one50_85", "one80_60", "
 """Cases that are also played with one, two and four gateways in front of pods that publish nothing."""
 FOREIGN_GATEWAYS = (1, 2, 4)
 FOREIGN_GROUP = "foreign"
-"""Prefix of the names of these cases."""
+"""Prefix of the names of the cases whose pods publish nothing."""
 
 
 def _foreign() -> Iterator[Case]:

@@ -286,7 +286,7 @@ def test_several_gateways_are_as_good_as_one_or_miss_a_bound() -> None:
     def missed_by(several: list[tuple[float, float]]) -> set[str]:
         return {bound.name for bound in check(gateways_table(several), cases) if not bound.kept}
 
-    assert not missed_by([(105.0, 0.49), (124.0, 0.48)])  # 4.1 %, and 1.5 points
+    assert not missed_by([(105.0, 0.49), (124.0, 0.48)])  # the mean is 4.1 % longer, and the hit rate 1.5 points lower
     assert missed_by([(107.0, 0.5), (126.0, 0.5)]) == {"foreign_gsp_2: mean TTFT / one gateway's"}
     assert missed_by([(100.0, 0.48), (120.0, 0.47)]) == {"foreign_gsp_2: hit rate below one gateway's"}
 
@@ -295,7 +295,7 @@ def test_gateways_are_compared_with_an_interval_over_equal_seeds() -> None:
     cases = [replace(CASE, name=f"foreign_gsp_{count}", gateways=count, kv_tokens=70_000) for count in (1, 2)]
     table = gateways_table([(105.0, 0.49), (127.0, 0.48), (900.0, 0.1)])  # one gateway lacks the third seed
     rows = [line for line in markdown(table, cases) if line.startswith("| foreign_gsp |")]
-    # 5 and 7 ms more: 6 of 110, with an interval of 12.71 * 1.414 / sqrt(2) of 110 on either side.
+    # The means are 5 and 7 ms longer: on average 6 ms of 110, and half the interval is 12.71 * 1.414 / sqrt(2) of 110.
     assert rows == [
         "| foreign_gsp | 2 | 2 | 116.0 | 110.0 | 1.055 ± 0.116 | 1.000 ± 0.000 | 1.000 ± 0.000 | -1.50 |",
     ]

@@ -301,7 +301,7 @@ def test_a_connection_that_is_still_open_shows_that_the_server_keeps_them_longer
     exchange = Exchange(now_s).read([LENGTH])
     pool, kept_s = exchange.pool, exchange.pool.kept_s
     now_s[0] += kept_s + 10
-    assert pool.take() is None  # by what is known so far, it is too old
+    assert pool.take() is None  # the connection has been idle longer than servers are known to allow
     assert pool.kept_s == kept_s + 10
     assert not exchange.connection.closed
     second = Connection(pool)

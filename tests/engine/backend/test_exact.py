@@ -95,7 +95,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
     step_tokens=st.integers(8, 90),
 )
 def test_no_batch_changes_a_request(wide: TorchBackend, lengths: list[int], shared: int, step_tokens: int) -> None:
-    """Prompts with a common prefix run in steps of any size: each gets the same logits as alone on the engine."""
+    """Prompts with a common prefix run in steps of any size: each gets the same logits as when it runs alone."""
     common = tokens(shared, seed=9)
     prompts = [[*common, *tokens(length, seed=20 + i)] for i, length in enumerate(lengths)]
     together = serve(wide, empty(wide), [request(i, p) for i, p in enumerate(prompts)], step_tokens)
@@ -218,7 +218,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
 def test_a_library_that_agrees_with_itself_at_few_rows_alone(
     agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each KV head has six query heads, or three. These may be more rows than the library's products have."""
+    """Each KV head has six query heads, or three. This may be more rows than the library's agreeing products have."""
     model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
     plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
     prompt = tokens(KEYS + 22, seed=1)

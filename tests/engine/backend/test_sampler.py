@@ -147,7 +147,7 @@ def test_uniforms_are_spread_and_inside_the_interval() -> None:
     assert len(set(numbers)) == len(numbers)
     expected = len(numbers) / 10
     counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
-    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # 9 degrees of freedom, once in 1,000
+    assert ((counts - expected) ** 2 / expected).sum() < 27.9  # exceeded by chance once in 1,000 (9 degrees of freedom)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-46, 5e-324])
@@ -158,7 +158,7 @@ def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
 
 
 def test_the_least_repetition_penalty_leaves_the_order_of_logits() -> None:
-    """Logits are also as large as a bias can make them."""
+    """Some logits are as large as a bias can make them."""
     logits = torch.tensor([[150.0, 149.0, -150.0, -149.0, 1.0]])
     p = SamplingParams(temperature=0.01, repetition_penalty=MIN_REPETITION_PENALTY, seed=5)
     assert sample(logits, [request(p, prompt=range(5))])[0].token == 0

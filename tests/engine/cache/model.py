@@ -24,9 +24,10 @@ class User:
     sequence: CachedSequence
     computed: int = 0
     canonical: list[int] = field(default_factory=list)
-    """The cached block of each leading prefix hit or committed. It is kept, even if another request computed it."""
+    """The cached block of each leading prefix that was hit or committed. It is not evicted while this request runs,
+    even if another request computed it."""
     source: int | None = None
-    """The block that rows are copied from. It is kept until this request commits."""
+    """The block from which rows are copied. It is not evicted until this request commits."""
     tail: int | None = None
     """The request's last block, if it was indexed without being full."""
     is_stale: bool = False
@@ -62,7 +63,7 @@ class Model:
         return hits
 
     def expected_tokens(self, user: User) -> int:
-        """Return the tokens that the index must find: whole blocks and, with a radix tree, rows of a further one."""
+        """Return the tokens that the index must find: whole blocks and, with a radix tree, rows of one more."""
         whole = self.expected_hits(user) * self.cache.block_size
         if self.kind is not IndexKind.RADIX or not whole:
             return whole

@@ -45,7 +45,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.chains: list[tuple[int, ...]] = []
         self.pins: list[tuple[int, ...]] = []
         self.left: dict[int, tuple[int, tuple[int, int]]] = {}
-        """Block that was still in use when a chain was released -> its place, floor and turn at that release."""
+        """Block still in use at a chain's release -> its place in the order, with `floor` and `turn` at that time."""
         self.spared: set[int] = set()
         self.uses = [0] * BLOCKS
 
@@ -129,7 +129,7 @@ class OrderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        """End a pin: blocks that only the pin held return to the place in the order that their last use gave them."""
+        """End a pin. Blocks that only the pin held return to the place that their last use gave them in the order."""
         chain = data.draw(st.sampled_from(self.pins))
         self.pins.remove(chain)
         resting, _ = self.drop(chain)
@@ -198,7 +198,7 @@ def served(cache: PrefixCache, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Eviction) -> None:
-    """Four of five prompts occur once. Between two uses of the prefix, they use twice the pool's number of blocks."""
+    """Four of five prompts occur once. Between two uses of the prefix, they need twice the pool's number of blocks."""
     cache = PrefixCache(200, 1, eviction=eviction)
     shared = list(range(1, 41))
     fresh = 1000
@@ -219,8 +219,9 @@ def test_a_flood_of_prompts_that_come_once_leaves_a_shared_prefix(eviction: Evic
 def test_a_flood_does_not_flush_prefixes_that_take_most_of_the_pool(
     eviction: Eviction, pool: int, least: float
 ) -> None:
-    """Eight prefixes have 64 blocks each. After each request with a prefix, four prompts of 64 blocks occur once. So
-    between two uses of a prefix, some three pools of other blocks are used. At first most prefixes are evicted."""
+    """Eight prefixes have 64 blocks each. Each request with a prefix is followed by four prompts of 64 blocks that
+    occur only once. So between two uses of a prefix, other blocks fill about three pools. At first most prefixes are
+    evicted."""
     cache, rng = PrefixCache(pool, 1, eviction=eviction), random.Random(1)
     prefixes = [list(range(64 * i + 1, 64 * i + 65)) for i in range(8)]
     fresh, hits = 10_000, 0
@@ -239,7 +240,7 @@ def test_what_was_shared_counts_as_shared_when_it_comes_back() -> None:
     for i in range(4):
         served(cache, [*shared, 900 + i])
         served(cache, [*talk, *range(1000, 1001 + i)])
-    for i in range(4):  # evicts everything, after five turnovers of the pool
+    for i in range(4):  # these evict everything: with the prompts before, they fill the pool about five times
         served(cache, list(range(5000 + 100 * i, 5100 + 100 * i)))
     assert cache.indexed_blocks == 100
     for prompt, uses in ((shared, 5), (talk, 1)):

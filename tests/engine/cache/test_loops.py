@@ -130,7 +130,8 @@ def test_conversations_in_turn_are_no_loop(index: IndexKind) -> None:
 
 @pytest.mark.parametrize("index", INDEXES)
 def test_prompts_in_turn_may_begin_alike(index: IndexKind) -> None:
-    """A fifth of each prompt of the loop is a common system prompt. It is hit anyway, so more than a fifth must be."""
+    """A fifth of each prompt of the loop is a common system prompt. It is hit anyway, so far more than a fifth of
+    the tokens must be hit."""
     cache = PrefixCache(POOL, SIZE, index=index, eviction=Eviction.LFU)
     rng = random.Random(4)
     system = [rng.randrange(100_000) for _ in range(8 * SIZE)]

@@ -56,7 +56,7 @@ def order_after(operations: list[Operation], index: IndexKind, eviction: Evictio
 def test_an_expired_pin_is_where_its_last_use_left_it(
     operations: list[Operation], index: IndexKind, eviction: Eviction, kept: str
 ) -> None:
-    """Blocks kept by a wrong guess are the exception: LFU and COST evict them before others."""
+    """Blocks kept by a wrong guess are the exception: LFU and COST evict them before other blocks."""
     without = order_after(operations, index, eviction, kept="")
     assert order_after(operations, index, eviction, kept=kept) == without
 

@@ -92,10 +92,11 @@ class PinMachine(RuleBasedStateMachine):
         return sum((salt, tuple(tokens[:end])) in covered for end in range(BLOCK, len(tokens) + 1, BLOCK))
 
     def level(self, salt: str, tokens: list[int]) -> None:
-        """Cut the other salts to one height, a number of blocks. It is the least height that frees no more blocks than
-        are missing and is not below the number that `salt` then has.
+        """Cut the other salts to one height, a number of blocks: the lowest one that frees at most as many blocks as
+        are missing, and that is at least the number of blocks that `salt` then has.
 
-        If blocks are still missing, each salt at that height loses one more, while it has two more than `salt`.
+        If blocks are still missing, each salt at that height loses one more block if it has at least two more than
+        `salt`.
         """
         others = {other: self.held(other) for other in SALTS if other != salt}
         free = self.most - sum(map(self.held, SALTS))
@@ -151,7 +152,7 @@ class PinMachine(RuleBasedStateMachine):
         assert self.cache.pool.available == available + min(blocks, exclusive)
 
     def use(self, tokens: list[int], salt: str) -> CachedSequence | None:
-        """Serve a request, and renew the pins of the blocks that it reuses: at most all before its last token."""
+        """Serve a request, and renew the pins of the blocks that it reuses. It never reuses its last token."""
         reused = min(hits(self.cache, tokens, salt), (len(tokens) - 1) // BLOCK) * BLOCK
         lacks = self.cache.lacks(self.cache.open(tokens, salt), len(tokens))
         sequence = serve(self.cache, tokens, salt)

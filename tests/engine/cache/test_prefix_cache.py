@@ -1,4 +1,4 @@
-"""Examples of what the stateful test covers in general, and values that other programs rely on."""
+"""Examples of cases that the stateful test covers in general, and values that other programs rely on."""
 
 from __future__ import annotations
 

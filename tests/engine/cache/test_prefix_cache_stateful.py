@@ -182,7 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """Check that a reader's set of keys is prefix-closed after each change, and equals the held keys after all."""
+        """Check that a reader's set of keys is prefix-closed after each change, and equals the held keys at the end."""
         changes = self.cache.take_changes()
         for key in changes.removed:
             self.reported.remove(key)

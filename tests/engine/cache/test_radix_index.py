@@ -1,4 +1,4 @@
-"""Examples with the radix tree of what the stateful test covers in general."""
+"""Examples, with the radix tree, of cases that the stateful test covers in general."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_salts_and_resets_hide_rows_too() -> None:
 
 @pytest.mark.parametrize("eviction", Eviction)
 def test_a_sequence_that_waits_finds_what_is_there_after_edges_were_split_merged_and_lost(eviction: Eviction) -> None:
-    """It goes on from where it last left the tree, and finds the same as a sequence that begins at the root."""
+    """The sequence goes on from where it last left the tree, and finds the same as one that begins at the root."""
     rng = random.Random(4)
     cache = PrefixCache(30, 3, index=IndexKind.RADIX, eviction=eviction)
     prompts = [[rng.randrange(2) for _ in range(rng.randrange(2, 30))] for _ in range(40)]

@@ -18,7 +18,7 @@ from engine.cache.survey import MOST_PREFIXES
 BLOCK = 4
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12
-)  # number of a common beginning, its tokens, number of what follows
+)  # (number of a common beginning, its tokens, number of the text that follows)
 
 
 def answer(cache: PrefixCache, prompt: list[int], salt: str = "", *, keep: bool = False) -> int | None:
@@ -137,7 +137,7 @@ def test_prompts_that_come_once_are_never_missed() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 300), st.lists(st.integers(0, 400), max_size=200))
 def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[int]) -> None:
-    """Every digest that is taken was noted before, as a set shows. Others may be forgotten."""
+    """Every digest that is taken was noted before, which a set checks. Noted digests may be forgotten."""
     ghosts, noted = EvictedLately(blocks), set[int]()
     for i, number in enumerate(numbers):
         digest = root_digest(str(number).encode())
@@ -153,7 +153,8 @@ def test_what_is_taken_was_noted_and_is_taken_once(blocks: int, numbers: list[in
 
 
 def test_blocks_of_a_chain_before_a_known_one_were_evicted_since() -> None:
-    """A chain's end is evicted first, so missing blocks before it were evicted later. Digests may be overwritten."""
+    """A chain is evicted from its end, so blocks before a known evicted block were evicted after it, even if their
+    digests have been overwritten."""
     ghosts, chain = EvictedLately(1000), [root_digest(str(number).encode()) for number in range(30)]
     ghosts.note([chain[3], chain[11]], [7, 2])
     assert ghosts.take(chain, 0) == bytes([7] * 4 + [2] * 8), "uses are those of the next known block"

@@ -29,7 +29,7 @@ BLOCKS, BLOCK_SIZE, MAX_RUNNING, STEP_TOKENS = 60, 4, 6, 32
 TWO_LAYERS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 """Config of a Qwen2 with two layers; the second has a window."""
 DEADLINE_S = 240.0
-"""Seconds for all answers of a run. The interpreter takes a few on an idle machine."""
+"""Seconds for all answers of a run. The interpreter takes a few seconds on an idle machine."""
 Answer = list[tuple[int, float | None]]
 """Tokens with their log-probabilities."""
 

@@ -76,7 +76,7 @@ def step_without_attention() -> None:
 
 
 def whole_step() -> None:
-    """The same with the attention kernels."""
+    """Run the same step with the attention kernels."""
     _run(TritonAttention(_config(), rows=8, tokens=8192, device=_META))
 
 

@@ -16,7 +16,7 @@ def llama_8b() -> None:
 
 
 def more_rows() -> None:
-    """The same with as many rows as the kernels accept. The engine uses them only for fewer rows."""
+    """Products with as many rows as the kernels accept. The engine uses the kernels only for fewer rows."""
     for rows in (32, 64):
         linear(_meta(rows, 4096), _meta(6144, 4096), None, _meta(rows, 6144))
         gated_linear(_meta(rows, 4096), _meta(2 * 14336, 4096), _meta(rows, 14336))

@@ -39,7 +39,7 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
 
 def units_off(found: Tensor, exact: Tensor, sizes: Tensor | None = None) -> float:
     """Return the largest distance between the two, in units in the last place. A unit is the spacing of `found`'s type
-    at numbers as large as `sizes` (None: the exact values), and at least that at 2^-6."""
+    at numbers as large as `sizes` (None: the exact values), but at least the spacing at 2^-6."""
     sizes = exact if sizes is None else sizes
     spacing = torch.finfo(found.dtype).eps * sizes.abs().clamp(min=2.0**-6).log2().floor().exp2()
     return float(((found.to(exact.dtype) - exact).abs() / spacing).max())

@@ -22,7 +22,7 @@ from tests.engine.cuda.cutting import prefill_tensors
 from tests.engine.model.helpers import Driven, drive, shuffled_blocks, tokens
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-"""Tolerated distance of a row of logits, relative to its length."""
+"""Tolerated distance of a row of logits from the expected row, relative to the expected row's norm."""
 TRUNCATED = 0.2
 """The same for bfloat16 in Triton's interpreter. It truncates where devices round, also after each matrix product of
 few rows."""
@@ -41,7 +41,7 @@ def step_of(
 ) -> StepTensors:
     """Return the step's tensors. Chunks of one token after a context are decode rows, then come `padding_rows` rows.
 
-    Its logits are for the sampling chunks' last rows, in the order of `chunks`.
+    The step's logits are for the sampling chunks' last rows, in the order of `chunks`.
     """
     with device:
         return _step_of(config, block_size, chunks, padding_rows)

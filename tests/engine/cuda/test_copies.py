@@ -121,7 +121,7 @@ class TestBugsOfOtherEngines:
     """Silent corruption in other engines: here the fence refuses, or the order is forced."""
 
     def test_a_freed_block_is_not_reused_while_it_is_stored(self) -> None:
-        """vLLM 45357 and 52360: a store read blocks that preemption had freed and a step wrote again."""
+        """vLLM 45357 and 52360: a store read blocks that a step wrote again after preemption had freed them."""
         copier, engine, _ = make()
         copier.demote(pairs((3, 0)))
         assert not copier.fences.is_block_idle(3)

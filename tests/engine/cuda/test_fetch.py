@@ -50,7 +50,8 @@ def test_the_choice_is_the_best_of_all_cuts(question: tuple[Prefill, Held]) -> N
 def test_beside_the_steps_of_others_the_choice_is_still_the_best(
     question: tuple[Prefill, Held], next_s: float, further: float
 ) -> None:
-    """The choice is at most one block's computation slower than the best. A prompt that waits begins after a step."""
+    """The choice is at most one block's computation slower than the best. A prompt that waits for its fetch begins at
+    the end of a step."""
     prefill, held = replace(question[0], next_s=next_s, further_s=further * next_s), question[1]
     choice = choose(prefill, held)
     best_s = min(first_token_s(prefill, held, blocks) for blocks in range(held.blocks + 1))
@@ -84,7 +85,7 @@ def test_nothing_is_fetched_while_the_prefill_rate_is_not_known(question: tuple[
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 131_072
 COST = StepCost(base_s=0.003, token_s=27e-6, attention_s=0.8e-9)
-"""About an 8B model on an H200: 8k tokens in some 0.27 s."""
+"""Approximately an 8B model on an H200: 8k tokens take some 0.27 s."""
 
 
 def held(tokens: int, bytes_per_s: float, queue_s: float = 0.0) -> Held:

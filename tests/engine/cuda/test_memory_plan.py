@@ -105,7 +105,7 @@ def brought_up(started: Starter, taken: int = 30 * MIB) -> tuple[Any, int]:
 
 
 def graph_bytes() -> int:
-    """Return the bytes for 64 tokens a sequence, blocks of 16: one width of 4 blocks, batches of 1 and 2."""
+    """Return the bytes of the graphs for batches of 1 and 2, with one width: 4 blocks of 16 tokens per sequence."""
     assert len(decode_shapes(2, (4,))) == 2
     return 2 * GRAPH_BYTES + inputs_bytes(2, (4,))
 

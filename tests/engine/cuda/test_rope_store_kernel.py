@@ -89,7 +89,8 @@ def run(case: Case, device: torch.device, slots: list[int]) -> Run:
 
 
 def turned_off(found: Tensor, expected: Tensor) -> float:
-    """Return `units_off` at the length of each rotated pair: one value may be a small difference of large products."""
+    """Return `units_off` at the norm of each rotated pair, because one value may be a small difference of large
+    products."""
     pairs = expected.reshape(*expected.shape[:-1], -1, 2)
     return units_off(found, expected, pairs.norm(dim=-1, keepdim=True).expand_as(pairs).flatten(-2))
 

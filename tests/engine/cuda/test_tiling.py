@@ -1,4 +1,4 @@
-"""A cut of prompt chunks has every token and every part once, and no more sums than the scratch has room for."""
+"""A cut of prompt chunks has every token and every part once, and no more partial sums than fit the scratch."""
 
 from __future__ import annotations
 

@@ -223,13 +223,13 @@ SAMPLINGS = st.builds(
 )
 ARRIVALS = st.lists(
     st.tuples(
-        st.integers(0, 40),  # half steps after which it is submitted
+        st.integers(0, 40),  # half steps after which the request is submitted
         st.lists(st.sampled_from([(1, 2, 3, 4), (1, 2), (3,)]), min_size=1, max_size=8),
         st.integers(1, 12),
         st.sampled_from([frozenset(), frozenset({0}), frozenset({0, 1, 2})]),
         SAMPLINGS,
         st.integers(1, 3),  # choices of the same prompt
-        st.sampled_from([None, None, None, 1, 4]),  # outputs after which its client leaves
+        st.sampled_from([None, None, None, 1, 4]),  # outputs after which the client leaves
     ),
     min_size=1,
     max_size=5,

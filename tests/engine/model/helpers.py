@@ -81,7 +81,7 @@ class Driven:
 
 
 def drive(backend: TorchBackend, sequences: Sequence[Driven], *, outputs: int, chunk_tokens: int) -> None:
-    """Generate `outputs` tokens each greedily, with all sequences in every step, and prompts in chunks."""
+    """Generate `outputs` tokens of each sequence greedily, with all sequences in every step, and prompts in chunks."""
     while running := [s for s in sequences if len(s.logits) < outputs]:
         chunks = tuple(s.next_chunk(chunk_tokens, backend.pool.block_size) for s in running)
         rows = iter(backend.logits(chunks))

@@ -204,7 +204,7 @@ def test_harmless_tensors_are_passed_over(folder: Path) -> None:
     load_decoder(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    load_decoder(folder)  # it has lm_head.weight besides a tied embedding
+    load_decoder(folder)  # the checkpoint has lm_head.weight besides a tied embedding
 
 
 def test_an_unsupported_dtype_is_refused(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """What the scheduler promises while a step is ahead of the one in progress, one promise per test.
 
-A number names the report of a bug in another engine that the test would have caught.
+Each number is that of another engine's bug report. The test would have caught that bug.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def begin_ahead(scheduler: Scheduler) -> StepPlan:
 
 
 def end(scheduler: Scheduler, plan: StepPlan, **tokens: int) -> list[TokenOutput]:
-    """End the oldest step, which is `plan`. Request 1 samples `t1` if it is given, else 1, and so on."""
+    """End the oldest step, which is `plan`. Request N samples the token `tN` if that is given, else the token 1."""
     sampled = {c.request.id: SampledToken(tokens.get(f"t{c.request.id}", 1)) for c in plan.chunks if c.samples}
     return scheduler.complete(StepResult(sampled, elapsed_s=0.01))
 
@@ -88,7 +88,7 @@ def test_blocks_of_a_request_found_to_have_stopped_stay_until_the_step_ahead_has
     [output] = end(scheduler, first, t1=STOP)
     assert output.finish is FinishReason.STOP
     scheduler.add(Request(2, [2] * 12, max_tokens=1))
-    assert scheduler.schedule_ahead() is None, "two blocks are free, and it needs three"
+    assert scheduler.schedule_ahead() is None, "two blocks are free, and request 2 needs three"
     assert scheduler.load().blocks_free == 2
     assert end(scheduler, second) == [], "the token after the last belongs to no request"
     assert scheduler.load().blocks_free == 4

@@ -144,7 +144,8 @@ def test_each_request_counts_once_as_what_ended_it(ends: list[str]) -> None:
 
 
 def test_who_is_overtaken_is_told_by_age_and_not_by_the_order_of_admission() -> None:
-    """In the first step the third request is admitted before the first; it alone overtakes the second."""
+    """In the first step, the third request and then the first are admitted. Only the third overtakes the second,
+    because the first is older."""
     scheduler = make(running=2, overtakes=1)
     for i, tokens in enumerate((2, 30, 1)):
         scheduler.add(Request(i, list(range(100 * i, 100 * i + tokens)), max_tokens=1))

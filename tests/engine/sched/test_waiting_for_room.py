@@ -1,4 +1,4 @@
-"""A request that does not fit is not looked up in the cache in each step. Still it starts as soon as if it were."""
+"""A request that does not fit is not looked up in the cache in each step. Still, it starts just as early."""
 
 from __future__ import annotations
 

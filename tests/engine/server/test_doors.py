@@ -28,7 +28,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def put(path: Path, text: str) -> None:
-    """Replace the file in one step, like a Secret: between two writes an engine could read an empty file."""
+    """Replace the file in one step, as a Secret is replaced. Otherwise an engine could read an empty file."""
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)

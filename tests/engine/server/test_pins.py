@@ -1,4 +1,4 @@
-"""Prefixes that clients ask to keep stay in the cache, within its share; usage reports them."""
+"""Prefixes that clients ask to keep stay in the cache, up to a share of the pool. Usage reports them."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_a_tenant_neither_reads_nor_renews_what_another_keeps(start: Start
         assert await read_again(engine, theirs) == 0
         engine.service.scheduler.advance(now_s + 290)  # the pin is still there ...
         assert len(engine.service.scheduler.pins[0]) == kept // 16
-        engine.service.scheduler.advance(now_s + 301)  # ... and now it is gone, because their request did not renew it
+        engine.service.scheduler.advance(now_s + 301)  # ... and now it is gone: the other tenant did not renew it
         assert len(engine.service.scheduler.pins[0]) == 0
 
 

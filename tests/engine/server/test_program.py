@@ -71,7 +71,7 @@ async def test_sigterm_lets_streams_finish_and_takes_nothing_new(engine_process:
 async def test_a_second_signal_does_not_wait_for_streams(engine_process: Program) -> None:
     url = engine_process.wait_ready()
     async with aiohttp.ClientSession() as http:
-        fields = {"prompt": "hi", "max_tokens": 4000, "stream": True}  # 24 s
+        fields = {"prompt": "hi", "max_tokens": 4000, "stream": True}  # takes 24 s
         async with http.post(f"{url}/v1/completions", json=fields):
             engine_process.process.send_signal(signal.SIGTERM)
             async with http.get(f"{url}/health") as health:

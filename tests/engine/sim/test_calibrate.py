@@ -110,7 +110,8 @@ async def measured(checkpoint: Path, seed: int) -> Measurement:
 
 
 async def test_steps_of_the_cpu_are_predicted_within_15_percent_at_the_median(checkpoint: Path) -> None:
-    """The steps are held out of the fit. They are measured again if repeats show that caches or clock were unsteady."""
+    """The predicted steps are held out of the fit. They are measured again if repeats show that caches or clock were
+    unsteady."""
     errors = []
     for attempt in range(4):
         found = await measured(checkpoint, seed=attempt)
@@ -187,8 +188,8 @@ def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:
 
 
 def test_it_runs_in_the_engines_container(checkpoint: Path) -> None:
-    """The container has the engine's variables. Those of settings that both programs have are read, others ignored, and
-    typos refused."""
+    """The container has the engine's variables. The variables of settings that both programs have are read, other
+    variables are ignored, and typos are refused."""
     environ = {"WARMROUTE_MODEL": str(checkpoint), "WARMROUTE_HOST": "", "WARMROUTE_MAX_RUNNING": "3"}
     settings = CalibrateSettings.load(["--seconds", "2"], prog="warmroute-engine calibrate", environ=environ)
     assert (settings.model, settings.max_running, settings.seconds) == (checkpoint, 3, 2)

@@ -1,4 +1,4 @@
-"""The number of prompt tokens before a place in a conversation, which is the end of one of its parts."""
+"""The number of prompt tokens before a place in a conversation. A place is the end of a part of a message."""
 
 from __future__ import annotations
 

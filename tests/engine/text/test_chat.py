@@ -147,7 +147,7 @@ def test_requests_with_tools_get_the_template_for_them(tmp_path: Path, in_config
     both = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}{{ messages[0].content }}"}
     reference = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), chat_template=both)
     reference.save_pretrained(tmp_path, save_jinja_files=not in_config)
-    if in_config:  # the way of older releases
+    if in_config:  # as older releases save it
         named = [{"name": name, "template": source} for name, source in both.items()]
         config = json.loads((tmp_path / "tokenizer_config.json").read_text())
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))

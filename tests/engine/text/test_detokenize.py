@@ -11,7 +11,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 def detokenizer_of(tokenizer: Tokenizer, *, by_bytes: bool = True) -> Detokenizer:
-    """`by_bytes` False: decode a byte-level tokenizer in windows, like the others."""
+    """`by_bytes` False: decode a byte-level tokenizer in windows, like other tokenizers."""
     detokenizer = Detokenizer(tokenizer)
     if not by_bytes:
         detokenizer._utf8 = None

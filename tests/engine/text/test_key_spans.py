@@ -111,7 +111,7 @@ def test_claims_equal_a_walk_over_every_character(byte_level: Tokenizer, message
 
 
 def test_a_stride_inside_a_character_claims_the_whole_ones(byte_level: Tokenizer) -> None:
-    prompt = "🙂" * 40  # four bytes each; the stride of 18 ends inside one
+    prompt = "🙂" * 40  # a character has four bytes, so a stride of 18 bytes ends inside one
     keys = prefix_keys(prompt.encode(), 0, 18)
     ends = byte_level.encode(prompt, add_special_tokens=True).ends
     spans = text_spans(keys, 18, prompt, ends)

@@ -1,4 +1,4 @@
-"""Tokens of pieces that are kept: equal to those of the whole text, within the bound, and apart for each salt."""
+"""The tokens cached for pieces of text equal those of the whole text, are bounded, and are separate for each salt."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_what_is_seen_once_is_forgotten_in_order(plain: Tokenizer, monkeypatch: 
     cache, texts = TokenCache(plain, MIB), [message(f"{word} ") for word in ("one", "two", "six")]
     for text in [*texts, texts[0], texts[2]]:
         cache.encode(text, "", add_special_tokens=False)
-    assert cache.bytes > 0  # only the last text came again in time
+    assert cache.bytes > 0  # only the last text came again before it was forgotten
     cache.encode(texts[2], "", add_special_tokens=False)
     assert cache.hit_chars == len(texts[2]) - len("<|end|>")
 
@@ -267,7 +267,7 @@ def state_with(*tokens: AddedToken) -> dict[str, Any]:
         (AddedToken("<x>", normalized=False, rstrip=True), SPECIALS),
         (AddedToken("<x>", normalized=False, single_word=True), SPECIALS),
         (AddedToken("xx", normalized=False), SPECIALS),  # in "xxx" it can be found at two places
-        (AddedToken("|>x", normalized=False), []),  # it can begin within each of the others
+        (AddedToken("|>x", normalized=False), []),  # it can begin within each of the other tokens
         (AddedToken("x<|e", normalized=False), ["<|turn|>"]),
         (AddedToken("-<|end|>-", normalized=False), ["<|turn|>"]),
     ],

@@ -34,7 +34,7 @@ class FolderModel:
         del self.contents[digest], self.parents[digest]
 
     def leading(self, digests: Sequence[bytes]) -> int:
-        """Return how many leading blocks of these are there."""
+        """Return how many leading blocks of these are in the folder."""
         return next((i for i, digest in enumerate(digests) if digest not in self.contents), len(digests))
 
     def clear(self) -> None:
@@ -140,7 +140,7 @@ class Asked:
 
 @dataclass
 class FolderSide:
-    """An engine's side of the folder besides its copies (`engine.tiers.tiers.Shared`), and its look-ups."""
+    """An engine's side of the folder except its copies (`engine.tiers.tiers.Shared`), with the look-ups in progress."""
 
     folder: FolderModel
     copies: FolderCopies

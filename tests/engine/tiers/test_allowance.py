@@ -112,7 +112,7 @@ class Still:
 
 @pytest.mark.parametrize(("takes_s", "begun"), [(0.0, 3), (1.0, 0)])
 def test_made_tiers_pay_with_the_time_that_their_thread_computes(takes_s: float, begun: int) -> None:
-    """They pay by CPU time, not by the clock, because the machine may have done something else meanwhile."""
+    """Tiers pay by CPU time, not by the clock, because the machine may have done something else meanwhile."""
     cache = PrefixCache(60, 2)
     store = emulated_store(Still(), Place.HOST, 600, pool_blocks=60, block_bytes=10, bytes_per_s=1e9)
     tiers = make_tiers(

@@ -267,7 +267,7 @@ RED = "the salt of the tenant red"
 
 
 def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
-    """Block numbers need not stay: the second engine numbers its blocks anew and continues to write into free slots."""
+    """Block numbers may change: the second engine numbers its blocks anew and continues to write into free slots."""
     long, branch, tenants = [1] * 12, [1] * 8 + [2] * 4, [1] * 8
     shape = Shape(8, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
     memory = memoryview(bytearray(2 * BLOCK_BYTES))

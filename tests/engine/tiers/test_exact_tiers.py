@@ -1,4 +1,4 @@
-"""`exact`: what comes back from a tier has the same bits as computing it again, on every architecture.
+"""`exact`: blocks that come back from a tier have the same bits as blocks computed again, on every architecture.
 
 Without `exact`, greedy tokens differ only if the two best logits are nearer than the bound.
 """
@@ -90,7 +90,7 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
     stores = stores_below(backend, tmp_path / "kv")
     copies, cache = Copies(), empty(backend, IndexKind.RADIX)
     tiers = make_tiers(cache, stores, eviction=Eviction.LRU, step_tokens=64, clock=time.monotonic, on_end=copies.end)
-    tiers.learn_cost(StepCost(token_s=100.0))  # so a fetch is always faster
+    tiers.learn_cost(StepCost(token_s=100.0))  # computing is so slow that a fetch is always faster
     try:
         serve(backend, cache, [request(2, PROMPT)], 64, tiers=tiers, wait=copies.wait)
         copies.settle(tiers)
@@ -108,7 +108,8 @@ def test_warm_from_any_tier_is_cold(case: str, tmp_path: Path) -> None:
 
 
 def test_if_exact_is_off_greedy_tokens_differ_only_at_near_logits(tmp_path: Path) -> None:
-    """Warm prompts are read from host memory, disk and shared folder. Unlike cold ones, they run beside others."""
+    """Warm prompts are read from host memory, disk and shared folder. Unlike cold ones, they
+    run beside other requests."""
     backend = with_near_logits(tmp_path / "model")
     prompts = [tokens(22, seed=seed) for seed in range(6)]
     cold = [serve(backend, empty(backend), [request(1, prompt)], 64)[0] for prompt in prompts]

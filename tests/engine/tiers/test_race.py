@@ -48,7 +48,7 @@ COST = StepCost(base_s=3e-3, token_s=22e-6)
 
 @pytest.mark.parametrize(("cached", "fetches"), [(2000, False), (1600, True), (0, True)])
 def test_a_gain_is_measured_by_what_the_pool_lacks(cached: int, fetches: bool) -> None:
-    """If 2,000 of 2,150 tokens are cached, the rest is not worth a fetch that saves 1.6 ms of 6."""
+    """If 2,000 of 2,150 tokens are cached, the rest is not worth a fetch that saves 1.6 ms of 6 ms."""
     held = [Held((2149 - cached) // 16, 16, 16 * 11e-6, 0.0)]
     choice = plan(Prefill(2150, cached, 2048, COST), held)
     assert (choice.fetched_blocks > 0) == fetches
@@ -66,7 +66,7 @@ def test_no_step_is_thought_shorter_than_the_shortest() -> None:
 
 @pytest.mark.parametrize(("next_s", "blocks"), [(0.0, 4), (5e-3, 0), (1e-3, 4)])
 def test_a_fetch_that_ends_in_the_midst_of_a_step_waits_for_its_end(next_s: float, blocks: int) -> None:
-    """64 tokens arrive after 0.1 ms and save 6.4 ms. With steps of 5 ms, waiting for steps' ends would take longer."""
+    """64 tokens arrive after 0.1 ms and save 6.4 ms. With steps of 5 ms, waiting for steps to end takes longer."""
     prefill = Prefill(65, 0, 2048, StepCost(token_s=1e-4), next_s=next_s, further_s=next_s)
     assert plan(prefill, [Held(4, 16, 25e-6, 0.0)]).fetched_blocks == blocks
 

@@ -40,7 +40,7 @@ def text(seed: int | str, words: int) -> str:
 
 
 def brute_prefix_bytes(prompts: Sequence[bytes]) -> list[int]:
-    """For each prompt, the bytes of the longest prefix it shares with an earlier one."""
+    """For each prompt, the bytes of the longest prefix that it shares with an earlier prompt."""
     out = []
     for number, prompt in enumerate(prompts):
         best = 0

@@ -16,7 +16,7 @@ from loadgen.analyze.exact import ExactMatcher
 from tests.loadgen.analyze.prompts import brute_prefix_bytes
 
 STRIDE = 4
-# Prompts are made of recurring pieces of few letters, so they share prefixes of every length, whole blocks and parts.
+# Prompts are made of recurring pieces of few letters, so they share prefixes of every length, also within blocks.
 PIECES = st.lists(st.sampled_from([b"a", b"b", b"aaaa", b"abab", b"abababab", b"aaaabbbb"]), max_size=6).map(b"".join)
 PROMPTS = st.lists(PIECES, min_size=1, max_size=25)
 

@@ -1,4 +1,4 @@
-"""A break that was put in is found at its place with its cost; without a break, none is found."""
+"""A value that differs in each prompt (a break) is found with its place and cost. Without one, nothing is found."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_timestamp_at_any_byte_costs_what_the_slow_way_says(tmp_path: Path, at
     rows = [{"prompt": f"{head} <{time}> {rest}\n{q}"} for time, q in zip(times, questions, strict=True)]
     found = analysed(write_lines(tmp_path / "log.jsonl", rows))
     assert [(f.kind, f.byte) for f in found.findings] == [("iso_time", len(head.encode()) + 2)]
-    # The analysis leaves a place one byte wide where the value was; so does this test.
+    # The analysis puts one byte in the place of the value, and so does this test.
     mended = [f"{head} <_> {rest}\n{q}" for q in questions]
     assert found.findings[0].cost_share == pytest.approx(
         expected_cost([row["prompt"] for row in rows], mended), abs=0.02

@@ -111,7 +111,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str, tmp_path: Pat
 
 
 def test_our_gateways_log_has_no_prompts_and_that_is_said_with_what_it_has(tmp_path: Path) -> None:
-    # The fields of the gateway's request lines, which the load generator may not import.
+    # These are the fields of a gateway's log line. The load generator may not import the gateway's code.
     line = {
         "request_id": "r",
         "path": "/v1/chat/completions",

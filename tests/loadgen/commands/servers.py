@@ -13,7 +13,8 @@ from tests.loadgen.experiment.scripted_arms import ArmGateway
 
 @dataclass
 class LimitedGateway(ArmGateway):
-    """Refuses concurrent requests beyond `limits[policy]`. Each takes `service_s`, except the first `quick` ones."""
+    """Refuses concurrent requests beyond `limits[policy]`, and delays the others by `service_s`. Does not delay the
+    first `quick` requests."""
 
     limits: dict[str, int] = field(default_factory=dict)
     service_s: float = 0.05

@@ -36,8 +36,8 @@ def gateway() -> Iterator[Any]:
 
 
 def measured(gateway: ArmGateway) -> list[str]:
-    """Return the prompts as sent, without the probes, which are short; those of `prefix_repetition` have hundreds of
-    words."""
+    """Return the prompts as sent, without the probes. Probes are short, and the prompts of `prefix_repetition` have
+    hundreds of words."""
     prompts = [body["messages"][0]["content"] for body in gateway.bodies]
     return [prompt for prompt in prompts if len(prompt.split()) > 60]
 
@@ -68,7 +68,7 @@ def test_the_result_file_has_vllms_names_and_the_console_its_block(
     assert content["request_goodput"] == pytest.approx(content["request_throughput"])
     assert content["total_output_tokens"] == sum(content["output_lens"]) == 12 * 3
     assert len(content["ttfts"]) == len(content["itls"]) == len(content["errors"]) == 12
-    assert all(len(gaps) == 4 for gaps in content["itls"]), "role, three words, finish: vLLM counts every chunk"
+    assert all(len(gaps) == 4 for gaps in content["itls"]), "vLLM counts every chunk: the role, three words, the end"
     assert content["start_times"] == sorted(content["start_times"])
     assert content["p50_ttft_ms"] <= content["p99.9_ttft_ms"]
     shown = capsys.readouterr()

@@ -90,7 +90,7 @@ def test_a_late_generator_is_exit_status_3(tmp_path: Path, monkeypatch: pytest.M
 
 def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(number: int) -> None:
-        if number == 2 + 2 + 1:  # resets: two before round 1, two in it, one in round 2
+        if number == 2 + 2 + 1:  # resets: two before round 1, two in round 1, one in round 2
             os.kill(os.getpid(), signal.SIGINT)
 
     with in_thread(ArmGateway(on_reset=interrupt)) as gateway:

@@ -56,13 +56,14 @@ def test_each_policy_has_its_knee(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "narrow keeps up with 1 session at a time, not with 2 sessions at a time" in result["verdict"][0]
     assert "most good requests per second" in result["verdict"][1]
     assert "emptied before each step" in result["isolation"]
-    # Once per arm to check it, then before each run of each step; the saturated steps ran twice.
+    # Caches are reset once per arm as a check, then before each run of each of five steps. The two saturated steps ran
+    # twice.
     assert gateway.log.count(("reset", "")) == 2 + 5 + 2
     assert "narrow" in capsys.readouterr().out
 
 
 def test_listed_rates_are_tried_up_to_the_first_saturated(tmp_path: Path) -> None:
-    # Refuses everything except its first 31 requests: the check and one step of 30.
+    # This gateway refuses every request after the first 31, which are the check and one step of 30.
     gateway = ArmGateway()
     gateway.fault = lambda body: "http 503" if len(gateway.bodies) > 31 else None
     with in_thread(gateway):

@@ -35,7 +35,7 @@ def test_a_knee_between_two_steps_is_found_as_closely_as_asked(knee: float, star
     assert search.good is not None
     assert search.bad is not None
     assert search.good <= knee < search.bad
-    # Steps have four digits, which limits how narrow a gap can become.
+    # Steps are rounded to four digits, which limits how narrow a gap can become.
     assert search.bad <= search.good * (1 + precision) * 1.001
     assert len(search.tried) < 4 + math.log2(max(knee / start, start / knee, 2)) + math.log2(
         1 / math.log2(1 + precision) + 1

@@ -29,8 +29,8 @@ def rounds_of(
     seed: int = 1,
     **fields: object,
 ) -> Rounds:
-    """Return sessions of two turns. A turn has a TTFT, equal in all arms. The arm's factor and lognormal noise of the
-    request and of the block multiply it. `failing` arms fail a share of their first turns."""
+    """Return sessions of two turns. Each turn has a base TTFT, equal in all arms. It is multiplied by the arm's factor
+    and by lognormal noise of the request and of the block. `failing` arms fail a share of their first turns."""
     rng = np.random.default_rng(seed)
     out: Rounds = []
     for _ in range(rounds):
@@ -52,7 +52,7 @@ def _session(number: int, ttfts_s: np.ndarray, is_broken: bool, fields: Mapping[
 
 
 def drawn_pairs(factor: float, *, rounds: int, sessions: int, noise: float, round_noise: float, seed: int) -> Pairs:
-    """Draw pairs of BASE and "arm" from the same distribution without records, fast enough for hundreds of trials."""
+    """Draw pairs of BASE and "arm" from the same distribution. It makes no records, so hundreds of trials are fast."""
     rng = np.random.default_rng(seed)
     rows = rounds * sessions * 2
     unit = np.repeat(np.arange(rounds * sessions), 2)

@@ -33,8 +33,8 @@ class CountedPod(ScriptedPod):
 
 @dataclass
 class ArmGateway(ScriptedGateway):
-    """`delay_s` is added to the TTFT by policy. `failing` policies refuse measured requests whose last message has an
-    even number of words."""
+    """`delay_s`: what each policy adds to the TTFT. `failing` policies refuse measured requests whose last message has
+    an even number of words."""
 
     delay_s: dict[str, float] = field(default_factory=dict)
     failing: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class ArmGateway(ScriptedGateway):
     model: str = "scripted"
     scrapable: bool = True
     counters_differ_by: int = 0
-    """Each pod counts its looked-up tokens this many times as found, in addition to the tokens that usage reports."""
+    """Added to each pod's counter of found tokens: this many times its looked-up tokens. Usage does not report them."""
     admin_headers: list[Mapping[str, str]] = field(default_factory=list)
     """Headers of the requests for the list of pods."""
     on_reset: Callable[[int], None] = lambda number: None

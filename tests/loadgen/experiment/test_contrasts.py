@@ -69,7 +69,7 @@ def test_the_mirror_image_is_the_inverse() -> None:
     [(1, 0.0), (2, 0.05), (4, 0.1)],
 )
 def test_noise_alone_is_rarely_called_better_or_worse(rounds: int, round_noise: float) -> None:
-    """5 % of 200 claims are expected to be wrong; 14 are 7 %."""
+    """10 of 200 claims (5 %) are expected to be wrong; 14 are allowed (7 %)."""
     wrong = sum(
         drawn_contrast(1.0, rounds=rounds, sessions=20, noise=0.4, round_noise=round_noise, seed=seed).judgement
         != "not distinguishable"

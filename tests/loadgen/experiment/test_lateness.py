@@ -84,8 +84,8 @@ def test_more_lag_never_mends_a_claim(
 
 
 def test_what_is_allowed_leaves_the_intervals_their_coverage() -> None:
-    """The true ratio is 0.5, and every TTFT of one arm is longer by the largest allowed lag. 95 % intervals still hold
-    the true ratio in about 92 % of experiments."""
+    """The true ratio is 0.5, and every TTFT of one arm is longer by the largest allowed lag. 95 % intervals still
+    contain the true ratio in about 92 % of experiments."""
     random = np.random.default_rng(5)
     held, trials = 0, 4000
     for _ in range(trials):

@@ -35,7 +35,7 @@ class Sessions:
 
 
 class Echo:
-    """Renders a turn as the answers given to it."""
+    """Renders a turn as one message with the earlier answers."""
 
     def messages(self, session: Session, turn: int, answers: Mapping[int, str]) -> list[dict[str, str]]:
         return [{"role": "user", "content": ",".join(f"{number}:{answers[number]}" for number in sorted(answers))}]
@@ -43,7 +43,8 @@ class Echo:
 
 @dataclass(slots=True)
 class FakeClient:
-    """Answers `service_s(call)` seconds after the request; None: at the call's deadline, as a client should."""
+    """Answers `service_s(call)` seconds after the request. If that is None or beyond the call's deadline, it gives up
+    at the deadline, as a client should."""
 
     service_s: Callable[[Call], float | None] = lambda call: 1.0
     fails: frozenset[tuple[int, int]] = frozenset()

@@ -167,7 +167,7 @@ async def test_each_failure_has_its_label(script: Script, label: str, detail: st
     assert record.failure == label
     assert detail in record.detail
     assert record.finished_s >= record.sent_s
-    assert server.connections == 1  # none of them is sent twice
+    assert server.connections == 1  # the request is not sent again
     assert server.open == 0
 
 

@@ -210,7 +210,7 @@ async def test_http_to_a_tls_port_is_a_failure(server_tls: ssl.SSLContext) -> No
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_cancelled_at_any_moment_of_connecting_nothing_stays_open(new_loop: Any) -> None:
-    """Closing waits until every connection is gone, and would time out if a connection were never forgotten."""
+    """Closing the client waits until it has no connection. If it kept one by mistake, this wait would time out."""
 
     async def play() -> None:
         server = ScriptedServer(answer_well)

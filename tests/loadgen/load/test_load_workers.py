@@ -32,7 +32,7 @@ def children() -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs. A zombie does not: orphans stay in the table if no parent waits for them."""
+    """Return whether the process runs. A zombie does not run: it is an ended orphan for which no parent waits."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

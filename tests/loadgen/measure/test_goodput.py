@@ -33,7 +33,7 @@ def test_failed_and_unsent_requests_are_not_good(ttfts_ms: list[int], broken: in
     [("ttft:100", 1), ("ttft:99", 0), ("tpot:50", 1), ("tpot:49", 0), ("e2el:600", 1), ("e2el:599", 0)],
 )
 def test_each_objective_has_its_own_clock(objectives: str, good: int) -> None:
-    run = made_run([request(ttft_s=0.1)])  # then 10 tokens in 0.5 s
+    run = made_run([request(ttft_s=0.1)])  # after the first token, 10 more come within 0.5 s
     found = summarise(run, objectives_ms=parse_objectives([objectives])).goodput
     assert found is not None
     assert found.share == good

@@ -88,7 +88,7 @@ def test_what_goes_on_from_an_answer_finds_the_answer_as_well() -> None:
 
     first = turn(0, 0, -1, b"q" * 400, 100, 0)
     second = turn(0, 1, 0, b"q" * 400 + b"a" * 164 + b"r" * 36, 150, 140)
-    elsewhere = turn(1, 1, 0, b"z" * 400, 100, 0)  # its first turn is not among the records
+    elsewhere = turn(1, 1, 0, b"z" * 400, 100, 0)  # the session's first turn is not among the records
     found = attainable(made_run([first, second, elsewhere]).records)
     assert found.attainable_tokens == 100 + 41 - 1, "the last token of an answer is never computed"
     assert found.achieved_share == 1.0

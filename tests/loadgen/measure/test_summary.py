@@ -212,7 +212,7 @@ def test_pooled_runs_add_up(blocks: list[list[RequestRecord]]) -> None:
 
 
 def test_most_tokens_in_a_second() -> None:
-    # 10 tokens over 2 s from 0.5 s on: 1 at 0.5 s, then 4.5 a second; and 5 at once at 1.2 s.
+    # `steady` has one token at 0.5 s, then nine at 4.5 tokens/s until 2.5 s. `at_once` has five tokens at 1.2 s.
     steady = request(output_tokens=10, first_token_s=0.5, finished_s=2.5)
     at_once = request(output_tokens=5, first_token_s=1.2, finished_s=1.2)
     assert summarise(made_run([steady])).max_output_tokens_per_s == pytest.approx(4.5)

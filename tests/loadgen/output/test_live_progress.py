@@ -80,7 +80,7 @@ def test_arm_adds_up_its_blocks() -> None:
             arm.add(record(failure="timeout" if i == 0 else None))
         clock.now_s += 30
         arm.end(clock())
-        clock.now_s += 500  # the other arm's turn
+        clock.now_s += 500  # meanwhile the other arm runs
     cells = arm.cells(clock())
     assert cells["done"] == "18/20"
     assert cells["failed"] == "2"

@@ -58,7 +58,7 @@ def test_prefixes_that_just_fit_stay_where_they_are(gateways: int, requests: int
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_pods_that_differ_by_noise_alone_are_taken_for_equal(gateways: int) -> None:
     """Step times vary by about a factor of two, both from step to step and between spells of two seconds, as on a
-    machine that does other work. With constants fitted to each pod separately, only 0.96 of the hits were left (24
+    machine that does other work. With constants fitted to each pod separately, only 0.96 of the reuse was attained (24
     seeds)."""
     noises = [StepNoise(step=0.5, spell=0.6, common=0.5, seed=seed) for seed in range(1, 9)]
     found = [attained(gateways, 192, noise.seed, noise=noise) for noise in noises]

@@ -33,7 +33,7 @@ Seen = dict[tuple[int, str], tuple[float, int]]
 """(request, 'first' or how it ended) -> (seconds, cached tokens)."""
 
 TICK_S = 0.0011731
-"""Arrivals at multiples of this never fall on the end of a step, where the order is not defined."""
+"""Arrivals at multiples of this never coincide with the end of a step, because their order would not be defined."""
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 900).map(TICK_S.__mul__), st.integers(0, 600), st.integers(1, 900), st.integers(1, 30)),
     min_size=1,

@@ -70,7 +70,7 @@ def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
 
 
 def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
-    """Answers take 3 s, sweep steps 2 s: each request finds more others than the one before, but there is no queue."""
+    """Answers take 3 s and sweep steps 2 s. So each request finds more running requests than the last, but no queue."""
     result = simulate(
         tmp_path, "--sweep", "rate", "--rates", "2,16", "--pods", "1", "--arms", "least_loaded", "--sessions", "20",
         "--point-s", "2", "--workload", "random", "--random-input-len", "64", "--random-output-len", "500",
@@ -82,7 +82,7 @@ def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
 
 
 def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path) -> None:
-    """With 40 sessions at 20 requests/s, all have come within two seconds, before any queue shows."""
+    """With 40 sessions at 20 requests/s, all sessions have come within two seconds, before any queue shows."""
     flags = (
         "--sweep", "rate", "--pods", "1", "--arms", "least_loaded", "--point-s", "5", "--workload", "gsp",
         "--gsp-num-groups", "4", "--gsp-prompts-per-group", "10", "--formats", "json",

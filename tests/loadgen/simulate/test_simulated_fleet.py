@@ -236,7 +236,7 @@ def test_each_birth_and_death_is_known_after_its_own_second() -> None:
 
 
 def test_a_pod_that_comes_back_at_once_is_not_taken_for_the_one_that_died() -> None:
-    """Its name is listed all the time; keys of the dead process are not believed to be on the new one."""
+    """The pod's name is listed all the time. Keys of the dead process are not believed to be in the new process."""
     prefix = Piece("p", 2000)
     spec = fleet(1, die("pod-0", 1.0), Fault(1.2, FaultKind.JOIN, "pod-0", spec=emulated_pods(1)[0]))
     router = Told()
@@ -323,7 +323,7 @@ class Alone(Omniscient):
 
 
 def test_the_omniscient_router_counts_a_running_step_once() -> None:
-    """A request that comes 10 ms into the other's prefill waits only for the rest of that step."""
+    """A request that comes 10 ms after the start of another's prefill waits only for the rest of that step."""
     records: list[RequestRecord] = []
     workload = Listed((one(0, 0.0, Piece("a", 1500)), one(1, 0.010, Piece("b", 400))))
     simulation = Simulation(fleet(1), workload, TRACE, sessions=2, seed=1, on_record=records.append)

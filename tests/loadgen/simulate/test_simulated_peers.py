@@ -102,7 +102,7 @@ def test_smg_adds_queue_tokens_and_kv_pressure() -> None:
     assert peer.choose(offered(2, tokens=1), [], 1.0) == B, "1,500 against 1,024"
     full = fresh(SmgLeastLoad)
     for pod, kv in ((A, 0.9), (B, 0.0)):
-        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # 0.15 x 0.9 / (1 - 0.9) = 1.35 s, as for 2,700 tokens
+        full.scraped(pod, Scrape(0, 0, kv), 0.0)  # A's KV costs 0.15 x 0.9 / (1 - 0.9) = 1.35 s, as 2,700 tokens do
     busy(full, B, 1, tokens=2600)
     assert full.choose(offered(1, tokens=1), [], 1.0) == B
     busy(full, B, 1, first=2000, tokens=200)
@@ -132,9 +132,9 @@ def test_dynamo_adds_prefill_until_the_first_token_and_blocks_until_the_end() ->
     assert peer.choose(first, [], 0.0) == B, "prefill credited"
     # B now costs 16 blocks of decode; the credit covered its whole prefill. A new request of 16 blocks costs A 16 + 16.
     assert peer.choose(offered(2, [50, 51, 52, 53]), [], 0.0) == A
-    # A: prefill 16 + decode 16, B: decode 16; own 16 + 16 on both
+    # A now costs 32 (prefill 16 + decode 16), B 16 (decode). A new request adds 32 to either.
     assert peer.choose(offered(3, [60, 61, 62, 63]), [], 0.0) == B
-    # A: 16 + 16 = 32; B: prefill 16 (request 3), decode 32 = 48
+    # A costs 32, B costs 48 (prefill 16 of request 3 + decode 32). The first token of request 2 takes 16 from A.
     peer.first_token(offered(2), A, 0, 0.1)
     assert peer.choose(offered(4, [70, 71, 72, 73]), [], 0.2) == A, "A: 16 after its first token"
     peer.ended(first, B, 0.3, completed=True)
@@ -174,7 +174,8 @@ def test_llmd_weighs_queue_against_a_partial_match(kind: type[Peer], expected: s
     send(peer, 1, [1], A)
     peer.scraped(A, Scrape(1, 9, 0.0), 0.0)
     peer.scraped(B, Scrape(1, 3, 0.0), 0.0)
-    # weights 3, 2, 2: A 3/4 + 0 + 2, B 0 + 2 + 2; weights 2, 1, 1: A 2/4 + 0 + 1, B 0 + 1 + 1
+    # Scores are prefix + queue + KV. With weights 3, 2, 2: A has 3/4 + 0 + 2, B has 0 + 2 + 2. With weights 2, 1, 1: A
+    # has 2/4 + 0 + 1, B has 0 + 1 + 1.
     assert peer.choose(offered(2, [1, 70, 71, 72]), [], 0.0) == expected
 
 
@@ -184,7 +185,8 @@ def test_llmd_322_prefers_a_whole_match_to_the_shortest_queue_and_211_as_well() 
         send(peer, 1, [1, 2, 3, 4], A)
         peer.scraped(A, Scrape(1, 9, 0.2), 0.0)
         peer.scraped(B, Scrape(1, 3, 0.0), 0.0)
-        # weights 3, 2, 2: A 3 + 0 + 1.6 = 4.6, B 0 + 2 + 2; weights 2, 1, 1: A 2 + 0 + 0.8 = 2.8, B 0 + 1 + 1
+        # Scores are prefix + queue + KV. With weights 3, 2, 2: A has 3 + 0 + 1.6 = 4.6, B has 0 + 2 + 2. With weights
+        # 2, 1, 1: A has 2 + 0 + 0.8 = 2.8, B has 0 + 1 + 1.
         assert peer.choose(offered(2, [1, 2, 3, 4]), [], 0.0) == A
 
 
@@ -219,11 +221,11 @@ def test_kubeai_looks_at_25_tokens_of_the_first_user_message_only() -> None:
 def test_kubeai_bound_is_125_percent_of_the_mean_with_the_new_request_counted() -> None:
     peer = fresh(KubeAi, A, B)
     home = peer.choose(offered(1, tokens=100), [], 0.0)
-    # in flight 1 and 0: bound (1 + 1) / 2 x 1.25 = 1.25, so the home still takes one
+    # With 1 and 0 in flight, the bound is (1 + 1) / 2 x 1.25 = 1.25, so the home still takes one.
     assert peer.choose(offered(2, tokens=100), [], 0.0) == home
-    # 2 and 0: bound 3 / 2 x 1.25 = 1.875
+    # With 2 and 0, the bound is 3 / 2 x 1.25 = 1.875, so it does not.
     assert peer.choose(offered(3, tokens=100), [], 0.0) != home
-    # 2 and 1: bound 4 / 2 x 1.25 = 2.5
+    # With 2 and 1, the bound is 4 / 2 x 1.25 = 2.5, so it does.
     assert peer.choose(offered(4, tokens=100), [], 0.0) == home
 
 
@@ -232,11 +234,11 @@ def test_aibrix_follows_the_prefix_until_8_requests_apart() -> None:
     send(peer, 1, [1, 2], A)
     busy(peer, A, 8)
     busy(peer, B, 1, first=3000)
-    # 8 and 1: mean 4.5 + 1 deviation 3.5 = 8, so A is within
+    # With 8 and 1 requests, the limit is the mean 4.5 + one deviation 3.5 = 8, so A is within it.
     assert peer.choose(offered(2, [1, 2]), [], 1.0) == A
-    # 9 and 1: 8 apart, mean 5 + 4 = 9
+    # With 9 and 1, they are 8 apart, and the limit is 5 + 4 = 9.
     assert peer.choose(offered(3, [1, 2]), [], 1.0) == A
-    # 10 and 1: 9 apart
+    # With 10 and 1, they are 9 apart.
     assert peer.choose(offered(4, [1, 2]), [], 1.0) == B
 
 
@@ -245,7 +247,7 @@ def test_aibrix_takes_the_next_best_match_within_a_deviation_and_forgets_after_2
     send(peer, 1, [1, 2, 3, 4], A)
     send(peer, 2, [1, 2], B)
     busy(peer, A, 6)
-    # 6, 0, 0: mean 2 + deviation 2.83 = 4.83: A is out
+    # With 6, 0 and 0 requests, the limit is the mean 2 + the deviation 2.83 = 4.83, so A is beyond it.
     assert peer.choose(offered(3, [1, 2, 3, 4]), [], 1.0) == B
     late = fresh(AibrixPrefixCache)
     send(late, 1, [1, 2], A)

@@ -24,7 +24,7 @@ def session_of(*pieces: Piece) -> Session:
 
 
 def shared_tokens(one: list[Piece], other: list[Piece]) -> int:
-    """Count the tokens of equal leading pieces, and of the next two if they differ only in length."""
+    """Count the tokens of equal leading pieces. If the next two differ only in length, add the shorter one's tokens."""
     shared = 0
     for left, right in zip(one, other, strict=False):
         if (left.key, left.style) != (right.key, right.style):

@@ -40,7 +40,7 @@ def message(number: int) -> BeliefMessage:
 
 
 def played(sent: Sequence[tuple[float, int]], gateways: int, *, seed: int = 1, scale: float = 1.0) -> list[Listener]:
-    """Play each message at its time, from the gateway with its number."""
+    """Send each message, given as its time and the number of its gateway."""
     timeline = Timeline()
     listeners = [Listener(f"gateway-{number}", timeline) for number in range(gateways)]
     stream = BeliefStream(timeline, cast(list[Gateway], listeners), seed=seed, scale=scale)
@@ -95,8 +95,9 @@ def requests(rate: float, count: int, seed: int) -> list[tuple[float, int]]:
 
 
 def test_on_one_machine_it_takes_what_real_gateways_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench_beliefs_late` on an idle machine of two cores, 49 requests/s: p10 0.6, median 0.8, p90 3.0, p99 4.5 ms.
-    Those gateways paused for 2.5 ms after each read. Here gateways send nothing else, so some reads come sooner."""
+    """`bench_beliefs_late` measured delays of 0.6 ms at p10, 0.8 at p50, 3.0 at p90 and 4.5 at p99, with 49 requests/s
+    on two idle cores. Those gateways paused for 2.5 ms after each read. Here gateways send nothing else, so some reads
+    come sooner."""
     monkeypatch.setattr(telling, "NETWORK_S", 0.0)
     monkeypatch.setattr(ReadPace, "pause_s", lambda pace, now_s, gateways: 0.0025)
     late_s = sorted(

@@ -202,7 +202,7 @@ def test_rag_order_decides_what_a_prefix_can_share(order: str) -> None:
 
 
 def test_agents_grow_by_results_of_tools_and_wait_for_them() -> None:
-    """Lengths follow the flags: all agents share 3,000 tokens, and a prompt has 140,000 at the end."""
+    """Lengths follow the flags: all agents share 3,000 tokens, and an agent's last prompt has about 140,000."""
     workload = build_workload(WorkloadSettings(workload="agentic"))
     sizes, counts, pauses, shared = [], [], [], set()
     for number in range(40):

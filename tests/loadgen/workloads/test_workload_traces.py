@@ -153,7 +153,7 @@ def test_partial_blocks_count_the_tokens_they_have() -> None:
 @pytest.mark.skipif("WARMROUTE_TRACES" not in os.environ, reason="WARMROUTE_TRACES names no folder with the traces")
 @pytest.mark.parametrize(("name", "unlimited", "ratio"), [("conversation", 0.374, 0.37), ("synthetic", 0.651, 0.48)])
 def test_mooncakes_published_traces_have_their_known_hit_rates(name: str, unlimited: float, ratio: float) -> None:
-    """`unlimited`: hit rate of an unlimited cache. `ratio`: that of a cache of 3M tokens relative to it. The
+    """`unlimited`: hit rate of an unlimited cache. `ratio`: hit rate of a cache of 3M tokens / `unlimited`. The
     paper's figure 9 has ratios of 0.41 and 0.46."""
     trace = load_mooncake(Path(os.environ["WARMROUTE_TRACES"]) / f"{name}_trace.jsonl.gz")
     most = lru_hit_rate(trace.prompts(), 512, None).tokens

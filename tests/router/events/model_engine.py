@@ -24,7 +24,7 @@ def uniform_tokens(text: bytes) -> list[tuple[int, int]]:
 
 
 def uneven_tokens(text: bytes) -> list[tuple[int, int]]:
-    """Return the same with tokens of one to eight bytes, which depend on the bytes."""
+    """Like `uniform_tokens`, but with tokens of one to eight bytes. The lengths depend on the bytes."""
     tokens, start = [], 0
     for at in range(1, len(text) + 1):
         if at - start == 8 or text[at - 1] % 5 == 0 or at == len(text):

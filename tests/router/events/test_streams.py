@@ -130,7 +130,7 @@ async def test_an_answer_to_a_check_does_not_lead_to_the_next_check(monkeypatch:
 
 
 async def test_without_replay_a_gap_forgets_and_what_follows_is_believed() -> None:
-    """The names of blocks are remembered. So if a later event continues a block, the block is known to be there."""
+    """The names of blocks are remembered. So if a later event continues a block, that block is known to be cached."""
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:
         here.streams.set_sources({POD: source(publisher, replays=False)})
@@ -172,7 +172,7 @@ async def test_a_restart_forgets_and_its_first_batches_count() -> None:
 
 
 async def test_a_stream_that_is_gone_is_believed_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the events reported is from then on only believed, and the pod is treated as one that reports nothing."""
+    """From then on, what the events reported is only believed, and the pod is treated as one that reports nothing."""
     monkeypatch.setattr(subscribe, "STALE_S", 0.3)
     engine = ModelEngine(room=64, block_tokens=4)
     async with publishing(engine) as publisher, gateway() as here:

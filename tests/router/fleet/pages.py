@@ -47,7 +47,7 @@ def vllm_page(
 ) -> bytes:
     """`blocks`: KV blocks of each rank. `unused`: ranks without a request so far, if each rank is its own process.
 
-    `slots`: (when, most adapters, running, waiting), one series each.
+    `slots`: (time, maximum number of adapters, running adapters, waiting adapters), one series each.
     """
     ranks = [f'engine="{first_rank + i}",model_name="tiny"' for i in range(len(loads))]
     kv = "gpu_cache_usage_perc" if old else "kv_cache_usage_perc"

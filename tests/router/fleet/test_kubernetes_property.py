@@ -14,7 +14,7 @@ from router.fleet.kubernetes_watch import RELIST_EVERY_S
 from tests.router.fleet.kube import Follower, ScriptedApi, following, pod
 
 SETTLED_S = 90.0
-"""Seconds: a silent watch (60 + 10), the longest pause, and a LIST."""
+"""Seconds that are enough for a silent watch (60 + 10), the longest pause, and a LIST."""
 LIST_FAULTS = ("hang", "html", "html 200", "403", "500")
 WATCH_FAULTS = (*LIST_FAULTS, "eof", "garbage", "torn")
 

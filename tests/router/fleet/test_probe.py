@@ -80,7 +80,7 @@ async def test_an_engine_that_wants_a_key_leads_to_the_flag(
 
 @pytest.mark.looptime
 async def test_a_probe_that_waits_behind_requests_does_not_count() -> None:
-    """A full engine takes seconds to answer a probe while it answers requests. It stays, with what is known of it."""
+    """A full engine takes seconds to answer a probe while it answers requests. It is neither ejected nor forgotten."""
     world = World()
     async with world.running():
         pods = world.fleet.pods("m")

@@ -94,7 +94,7 @@ def test_what_a_pod_held_beyond_the_prediction_takes_no_room_twice(has_left: boo
     """A conversation's next turn reuses the previous answer, whose tokens had no keys. Now they have keys, so their
     room is not counted twice.
 
-    A few strides more or less show nothing: tokens are cached in blocks, and bytes do not map evenly to tokens.
+    A difference of a few strides shows nothing: tokens are cached in blocks, and bytes do not map evenly to tokens.
     """
     one = One()
     one.chooser.choose(inbound(7, output_tokens=5000))

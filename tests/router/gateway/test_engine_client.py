@@ -147,7 +147,8 @@ async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkey
 
 
 async def test_a_request_that_ends_its_engine_is_not_taken_for_an_engine_that_was_away() -> None:
-    """Being unreachable is not taken as a failure, so a request that ended its engine would be sent to the next one."""
+    """An unreachable engine does not count as failed. So if this engine were reported as unreachable, the request would
+    be sent to the next one, and end it, too."""
 
     async def script(request: Request, writer: asyncio.StreamWriter) -> None:
         if len(asked.server.requests) == 1:

@@ -155,7 +155,7 @@ async def test_ready_waits_for_the_ranks_so_no_request_goes_to_an_engine_as_one_
 async def test_ready_does_not_wait_for_an_engine_that_tells_no_ranks(
     monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """An engine that hangs costs its deadline, or nothing if its ranks are known."""
+    """An engine that hangs delays readiness by a short deadline, or not at all if its ranks are known."""
 
     async def hangs(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(60)

@@ -116,7 +116,7 @@ async def test_a_burst_goes_through_one_after_the_other() -> None:
             for client in clients:
                 await client.reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
             assert len(engine.received) == count
-            # More requests than the gate has places: the gateway has written some that the engine has not yet read.
+            # This may exceed the gate's places: the gateway has written requests that the engine has not yet read.
             assert watch.most_between <= count // 4
         assert gateway.app[DOOR].gate.waiting == 0
 

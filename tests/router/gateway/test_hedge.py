@@ -305,7 +305,8 @@ async def test_a_pod_that_failed_lately_is_not_asked() -> None:
 
 
 async def test_a_whole_answer_is_not_hedged() -> None:
-    """A stream that is sent later is hedged. If whole answers were hedged, the first request would be by then."""
+    """A stream that is sent later is hedged. If whole answers were hedged, the first request would have been
+    hedged by then."""
     release = asyncio.Event()
 
     async def wait() -> None:

@@ -277,7 +277,7 @@ async def test_any_gateway_asks_the_pod_that_has_the_cache_and_another_one_when_
         assert (await call(gateway, "POST", CHAT, asked))[0] == 200
         assert other.last()["messages"][1:] == [*STORED["messages"], *ASK]
     third = Engine("c", DONE)
-    async with running(third, **shared) as restarted:  # it has never seen the contents
+    async with running(third, **shared) as restarted:  # this engine has never seen the contents
         assert (await call(restarted, "POST", CHAT, asked))[0] == 200
         assert third.last()["messages"][1:] == [*STORED["messages"], *ASK]
         assert (await call(restarted, "DELETE", "/v1/" + name))[0] == 200

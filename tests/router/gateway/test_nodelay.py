@@ -24,8 +24,8 @@ GAP_S = 0.001
 """The pause between pieces; it leaves no time for a delayed acknowledgement."""
 LATE_S = 0.005
 TRIES = 20
-"""A piece has to be in time in only one try, because the machine may be busy with other work in the others. If sockets
-delay, some piece is late in every try."""
+"""A piece has to be in time in only one try, because the machine may be busy in other tries. If sockets delay, some
+piece is late in every try."""
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def delay_acknowledgements(client: RawClient) -> None:
-    """Delay acknowledgements, as a client that also sends does; Linux returns to prompt ones by itself."""
+    """Delay acknowledgements, as a client that also sends does; Linux stops delaying them by itself."""
     if hasattr(socket, "TCP_QUICKACK"):
         client.writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 0)
 

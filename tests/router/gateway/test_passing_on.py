@@ -139,7 +139,7 @@ async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
     async with running(engine, other, policy="round_robin", stride=16) as gateway:
         index, chooser = gateway.app[INDEX], gateway.app[CHOOSER]
         (leaving,) = (pod for pod in gateway.app[FLEET].pods("m") if pod.pod_id == "a")
-        for _ in range(2):  # believed warm by now
+        for _ in range(2):  # after these requests, the pods are believed warm
             await gateway.post(STREAM)
         inbound = gateway_inbound(gateway)
         choice = chooser.explain(inbound)[0]

@@ -20,7 +20,7 @@ from tests.router.gateway.helpers import ScriptedEngine, event, stalls_after, st
 pytestmark = pytest.mark.realtime
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 START_S = 90.0
-"""Importing takes two seconds of a core; a busy machine may give a twentieth of one."""
+"""Importing takes two seconds of a core; a busy machine may give the process a twentieth of a core."""
 DEADLINE_S = 50.0
 """Less than the 60 s that a drain may take, so that the test notices a signal without effect."""
 

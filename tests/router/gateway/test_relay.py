@@ -166,7 +166,7 @@ def test_usage_is_found_at_the_end(tail: bytes, usage: Usage) -> None:
 
 @given(first=st.integers(-3, 40))
 def test_the_last_usage_is_final_if_all_of_it_is_in_the_tail_wherever_the_tail_begins(first: int) -> None:
-    """`first`: the place of the usage in the tail; below 0, its beginning is no longer there."""
+    """`first`: the place of the usage in the tail; below 0, its beginning is before the tail."""
     counts = b'"usage":{"prompt_tokens":7,"completion_tokens":3},"choices":[]}\n\n'
     ping = b": ping\n\n"
     end = ping * 1000

@@ -105,7 +105,7 @@ async def test_the_official_client_goes_on_with_its_conversation(no_blocking_cal
     no_blocking_calls.deactivate()  # the client reads versions of packages from disk
     engines = [ScriptedEngine(pod, keeper(pod)) for pod in "abc"]
     async with running(*engines) as gateway, client_of(gateway) as client:
-        for first in range(3):  # round_robin: each begins elsewhere
+        for first in range(3):  # with round_robin, each conversation begins at another pod
             said = await client.responses.create(model="m", input=f"Hello {first}.")
             assert (said.output_text, said.usage and said.usage.input_tokens_details.cached_tokens) == ("Hi.", 480)
             pods = set()

@@ -201,7 +201,7 @@ def test_what_acts_is_bit_equal_with_and_without_shadows(played: list[Step]) -> 
 @FEW
 @given(data=st.data())
 def test_a_policy_in_the_shadow_of_itself_always_agrees(name: str, data: st.DataObject) -> None:
-    """So the shadow sees what the acting policy sees, remembers its choices, and has the same replacement when the
+    """So the shadow sees what the acting policy sees, remembers the same choices, and has the same replacement when the
     registry has expired."""
     played = data.draw(steps(policies=[name], retries=False))
     world = World((name,))

@@ -182,7 +182,7 @@ async def test_a_bomb_is_refused_at_the_bound_and_other_requests_get_their_turn_
 
 
 async def test_a_body_whose_compression_makes_nothing_is_bounded_too() -> None:
-    empty = b"\x00\x00\x00\xff\xff" * 1000  # stored blocks of no bytes
+    empty = b"\x00\x00\x00\xff\xff" * 1000  # empty stored blocks
     async with running(ScriptedEngine("a", GOOD), max_body_bytes=4000) as gateway, connected(gateway) as client:
         client.send(head(b"Content-Encoding: deflate", b"Transfer-Encoding: chunked"))
         client.send(b"%x\r\n%b\r\n" % (len(empty), empty))
@@ -214,7 +214,7 @@ def compressed(data: bytes, how: str, cut: int) -> tuple[str, bytes]:
 def test_what_is_inflated_is_what_was_compressed_in_slices(data: bytes, how: str, piece: int, cut: int) -> None:
     encoding, packed = compressed(data, how, cut)
     if how == "raw" and packed[0] & 0xF == 8:
-        return  # looks like zlib: nobody can tell
+        return  # the bytes look like zlib's, so nobody can tell
     inflater = Inflater(encoding)
     slices = [one for at in range(0, len(packed), piece) for one in inflater.inflate(packed[at : at + piece])]
     slices += inflater.finish()

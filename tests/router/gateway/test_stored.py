@@ -197,7 +197,7 @@ async def test_one_tenant_never_reaches_anothers_response(tenants_file: str, pod
 
 
 async def test_a_conversation_with_the_id_of_a_response_gives_no_right_to_that(tenants_file: str) -> None:
-    """Clients name conversations themselves, and a place is forgotten after a while."""
+    """Clients name conversations themselves, and the gateway forgets after a while which pod has a response."""
     engine = Keeper("a")
     async with running(engine, tenants_file=tenants_file) as gateway:
         one, two = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
@@ -234,4 +234,4 @@ async def test_another_gateway_finds_it_and_hears_that_it_was_deleted(
         async with two.session.delete(two.url + path) as deleted:
             assert deleted.status == 200
         await until(404, three)
-        assert (await one.get(path)).status == 404  # this gateway still knows the place, and the pod answers 404
+        assert (await one.get(path)).status == 404  # this gateway still knows the pod, which answers 404

@@ -50,7 +50,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def tenants(**entries: str) -> str:
-    """Return the text of a file in which each tenant's key is KEY of its name, and `entries` are its further lines."""
+    """Return the text of a file of tenants. `entries`: a tenant's further lines by its name; its key is key-NAME."""
     parts = ["tenants:"]
     for name, more in entries.items():
         digest = sha256(f"key-{name}".encode()).hexdigest()

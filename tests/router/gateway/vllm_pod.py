@@ -41,13 +41,13 @@ class VllmPod(ScriptedEngine):
         """If False, a probe does not see that the pod sleeps, as if the pod had fallen asleep after its last probe."""
         self.dead = False
         self.aborting = False
-        """Running requests are given up, without notice before the first token: SIGTERM without --shutdown-timeout,
-        and /sleep."""
+        """Running requests are given up as after /sleep, or after SIGTERM without --shutdown-timeout. Before the first
+        token there is no notice."""
         self.most: int | None = None
         """As --max-num-queued-reqs."""
         self.prefill_s = 0.0
         self.core_is_busy = False
-        """Whether a long step is running, for whose end requests to the core wait."""
+        """Whether a long step is running. Requests to the core wait for its end."""
         self.told = 0
         """Words sent so far, in all answers."""
         self.naps_asked = 0

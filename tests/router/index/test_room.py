@@ -91,7 +91,7 @@ def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used(
 def test_answers_take_room_though_no_key_stands_for_them() -> None:
     index = PrefixIndex()
     index.speculate(POD, prompt(1, 4), 0.0, math.inf, taken(4, 1000, 1500))
-    assert index.rooms.of(POD) == 1500 - 4 * KEY_TOKENS - 1008  # whole blocks
+    assert index.rooms.of(POD) == 1500 - 4 * KEY_TOKENS - 1008  # 1,000 tokens take whole blocks
     index.speculate(POD, prompt(2, 4), 1.0, math.inf, taken(4, 1000, 1500))
     assert index.match(prompt(1, 4), 1.0)[POD] == Match(3)
 
@@ -124,7 +124,7 @@ def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
         elif held > believed + 2:
             index.was_held(POD, keys, believed, float((held - believed) * KEY_TOKENS))
         wrong += i >= 2000 and abs(held - believed) > 2
-    assert wrong < 100  # of 1,000 beliefs; 330 requests are misses
+    assert wrong < 100  # of 1,000 beliefs, of which 330 are about requests that miss
 
 
 def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
@@ -178,7 +178,7 @@ def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_o
         exact[now_s] = exact.get(now_s, 0) + blocks * BLOCK
     total = sum(exact.values())
     assert room.loose_tokens == total
-    most = max(4 * total / limit, 50 * BLOCK)  # the largest entry
+    most = max(4 * total / limit, 50 * BLOCK)  # no entry is larger than this
     gone = due = entries = 0
     for used_at_s, tokens in exact.items():
         given = room.give_up(float(used_at_s))

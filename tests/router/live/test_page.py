@@ -149,7 +149,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_viewers() -> None:
 async def test_the_page_loads_nothing_and_clients_do_not_get_it() -> None:
     page = PAGE
     assert not re.search(r"(?:src|href)=\"(?!data:)", page)
-    assert set(re.findall(r"https?://[^\s'\"]+", page)) == {"http://www.w3.org/2000/svg"}  # a name that is not loaded
+    assert set(re.findall(r"https?://[^\s'\"]+", page)) == {"http://www.w3.org/2000/svg"}  # this name is not loaded
     assert "innerHTML" not in page
     async with running(ScriptedEngine("a", GOOD)) as gateway:
         async with gateway.session.get(f"{gateway.admin_url}/ui") as answer:

@@ -134,7 +134,7 @@ def test_backlogged_flows_get_tokens_by_their_weights() -> None:
     tokens: Counter[str] = Counter()
     for request in served(queue, 120):
         tokens[request.flow] += request.tokens
-        # A flow differs from its share by at most one request of each flow (Goyal et al., theorem 1).
+        # What a flow got differs from its share by at most one request of each flow (Goyal et al., theorem 1).
         if queue.order() and len(queue) > 100:
             assert abs(tokens["a"] / WEIGHTS["a"] - tokens["b"] / WEIGHTS["b"]) <= 11 / 1 + 22 / 2
 
@@ -158,7 +158,7 @@ def test_a_flow_does_not_save_up_what_it_did_not_use() -> None:
     served(queue, 50)
     for _ in range(40):
         queue.push(waiting("a", tokens=10))
-    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # its share of a third
+    assert Counter(request.flow for request in served(queue, 30))["a"] in (9, 10, 11)  # its share is a third
 
 
 def test_a_full_queue_drops_the_last_request_of_the_longest_backlog() -> None:

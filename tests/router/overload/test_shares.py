@@ -1,4 +1,4 @@
-"""Tenants that take less than others are recognized, and their requests not held back. Pods have given loads."""
+"""Tenants that take less than others are recognized, and their requests are not held back. Pods have given loads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def let_go(line: Line, pod: Pod, now_s: float) -> str | None:
 
 
 def crowded(*small: Waiting, taken: int = 20) -> Line:
-    """Return a line in which `greedy` got `taken` requests, each of `small` got one, and more of `greedy` wait."""
+    """Return a line in which `greedy` got `taken` requests, each of `small` got one, and more requests of `greedy`
+    wait."""
     line = Line(LineLimits(1000, 2**20, MOST))
     for request in (*small, *(waiting("greedy") for _ in range(2 * taken))):
         line.enter(request, 0.0)

@@ -1,7 +1,7 @@
 """The conformance tests of the Gateway API Inference Extension that involve a picker, behind a real Envoy.
 
 https://github.com/kubernetes-sigs/gateway-api-inference-extension/tree/main/conformance/tests. The suite itself tests a
-gateway in a cluster. These tests send the same requests with the same headers, and as many. Most of the suite's other
+gateway in a cluster. These tests send as many requests, with the same contents and headers. Most of the suite's other
 tests are about what a gateway's controller says of pools and routes. Two others are in test_envoy.py:
 EppUnAvailableFailOpen (a picker that is killed) and GatewayDestinationEndpointServed (fallbacks).
 """

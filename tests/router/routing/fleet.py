@@ -1,6 +1,6 @@
 """A fleet in virtual time: emulated pods with a prefill queue and an LRU prefix cache, the real index and policies.
 
-A pod prefills in steps, first come first served, and computes a prefix of several waiting requests once. Its decoding
+A pod prefills in steps, first come first served, and computes a prefix that waiting requests share once. Its decoding
 sequences lengthen each step. `EVENT_DELAY_S` later, the gateway hears what the pod stores, evicts and has queued.
 The constants are those of an 8B model on an H100.
 """

@@ -95,14 +95,14 @@ def test_what_a_load_takes_is_learnt_within_bounds(late: list[float]) -> None:
 
 
 def test_first_tokens_of_requests_that_load_an_adapter_teach_how_long_that_takes_and_not_the_pods_speed() -> None:
-    """Otherwise a pod that loads adapters for a third of its requests looks slow for the others."""
+    """Otherwise a pod that loads adapters for a third of its requests looks slow for the rest of them."""
     pool = SpeedPool()
     states = [PodState(pool), PodState(pool)]
     now_s = 100.0
     for number in range(30 * ENOUGH_OBSERVATIONS):
         for place, state in enumerate(states):
             loads = place == 0 and number % 3 == 0
-            name, cached = f"{number}.{place}", None if number % 2 else 500  # with the first token or the end
+            name, cached = f"{number}.{place}", None if number % 2 else 500  # None: known at the end
             state.sent(
                 name, prompt_tokens=1500, uncached_tokens=1000, output_tokens=4, now_s=now_s, loads_adapter=loads
             )
@@ -126,7 +126,8 @@ def test_no_request_waits_longer_for_a_pod_that_has_its_adapter_than_a_load_take
     load_s: float, waits: tuple[float, float], tokens: int
 ) -> None:
     """So a hot adapter is loaded on a second pod, however long a load takes, and stays on one pod if the queue there is
-    short. Scores are taken as equal if they differ by less than the request's own prefill, which errors exceed."""
+    short. Scores count as equal if they differ by less than the request's own prefill, because predictions have larger
+    errors."""
     has, lacks = pod("a", wait_s=waits[0]), pod("b", adapter_s=load_s, wait_s=waits[1])
     slack_s = 2 * COST.token_s * tokens + 2 * COST.base_s
     choice = chosen(has, lacks, tokens=tokens)

@@ -1,4 +1,5 @@
-"""An engine's metrics correct what is known of other gateways' load, and nothing that this gateway knows by itself."""
+"""An engine's metrics correct what is known of other gateways' load. They do not change what this gateway itself knows
+of its own requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger that decides about further copies of a popular prefix: what requests have lost by waiting is owed."""
+"""The ledger that decides about further copies of a popular prefix: time that requests lost by waiting is a debt."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
 
 
 def test_a_choice_between_two_pods_is_worth_a_copy_once_it_has_spared_as_much() -> None:
-    """In half of the cases the pod with the prefix has a queue of 5 ms, otherwise the other pod has it. So with a copy
-    no request waits."""
+    """In half of the cases the pod with the prefix has a queue of 5 ms; in the others, the other pod has a queue. So
+    with a copy no request waits."""
     behind = [(0.005, 0.0) if i % 2 else (0.0, 0.005) for i in range(60)]
     chosen = _with_one_holder(behind)
     assert 4 <= chosen.index(1) <= 16

@@ -71,7 +71,7 @@ def test_a_pod_that_hangs_looks_ever_worse() -> None:
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_the_unknown_end_of_a_step_excuses_a_late_first_token_unless_others_send_there(others: int) -> None:
-    """When a request comes, half of the running step is predicted to be left, but it may be all of it. If other
+    """When a request comes, half of the running step is predicted to be left, but all of it may be left. If other
     gateways send to the pod, too, their prefill may be the cause of the delay, and the pod is taken as late at once."""
     state = reporting()
     send(state, "a", 1000, 0.9)
@@ -344,7 +344,7 @@ def test_a_view_has_each_number_in_its_own_field() -> None:
     state.first_token("a", now_s=1.5)
     send(state, "b", 2000, 1.625)
     seen = state.view(PodId("pod-0"), now_s=1.75, matched_tokens=30, host_tokens=20, disk_tokens=10)
-    assert seen.prefill_free_at_s == pytest.approx(1.625 + 0.2075)  # b's prefill, and one and a half steps
+    assert seen.prefill_free_at_s == pytest.approx(1.625 + 0.2075)  # b's prefill, plus one and a half steps
     assert seen == PodView(
         pod_id=PodId("pod-0"),
         matched_tokens=30,

@@ -53,8 +53,8 @@ class Pods:
 
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_equal_pods_on_a_noisy_machine_stay_equal(seed: int) -> None:
-    """In each spell of two seconds a pod has another speed, in a third of them at least 1.8 times as fast or as slow.
-    Besides, a third of its answers vary as much."""
+    """In each spell of two seconds a pod has another speed: in a third of the spells it is at least 1.8 times as fast
+    or as slow. In addition, a third of its answers vary as much."""
     pods, aparts = Pods(noise=0.6, seed=seed), []
     for until_s in range(105, 220, 5):
         pods.answer(until_s)
@@ -205,8 +205,8 @@ def test_pools_are_by_model_and_engine_and_end_with_their_pods() -> None:
 
 @pytest.mark.parametrize("computed", [1500, 40])
 def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(computed: int) -> None:
-    """vLLM reports at the end of an answer what it reused. Half of the prompts were believed cached, but all or none
-    were."""
+    """vLLM reports at the end of an answer what it reused. Half of the prompts were believed cached, but in fact all or
+    none of them were."""
     state, now_s = PodState(), 0.0
     for i in range(60):
         believed = 40 if i % 2 else 1500

@@ -152,7 +152,7 @@ async def test_a_report_that_is_under_way_at_the_end_is_not_told_again() -> None
     who, shared = tenant(requests_per_minute=10_000, tokens_per_minute=10**6), Late()
     async with running(shared, who) as limiter:
         assert await offer(limiter, who, 3, tokens=7) == 3
-        await asyncio.sleep(PERIOD_S - 0.05)  # their report has arrived, and its answer has not
+        await asyncio.sleep(PERIOD_S - 0.05)  # the report of these requests has arrived, its answer has not
         assert sum(report.requests_used for report in shared.reports) == 3
     assert sum(report.requests_used for report in shared.reports) == 3
     assert sum(report.tokens_used for report in shared.reports) == 21
