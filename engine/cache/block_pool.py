@@ -110,7 +110,7 @@ class BlockPool:
 
         `is_pin`: the user is a pin. Being pinned does not count as a use, so a block becomes idle at the place where
         its last request left it. `was_wanted`: False says that the blocks were kept for requests that have not come.
-        Then an order by use evicts those of them that were used only once ahead of all others.
+        Then an eviction order by use evicts those blocks that were used only once before all other blocks.
         """
         references, free = self._references, self._free
         kept, staying = [], []

@@ -1,8 +1,8 @@
 """Which blocks were evicted recently, and how many requests shared them.
 
 Such blocks show whether the pool is too small for the requests. And if a block was shared before it was evicted, it
-counts as shared when it comes back. Otherwise a hot prefix that a flood of prompts used once has evicted would be
-worth no more than these prompts.
+counts as shared when it comes back. Otherwise, if a flood of prompts that are used once evicts a hot prefix, the prefix
+would be worth no more than those prompts when it comes back.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Pins:
             self._due.sort()
 
     def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True) -> tuple[int, int]:
-        """Drop the pin's last blocks, at most `most` and none that another pin covers; the pin then has no end.
+        """Drop the pin's last blocks, at most `most` and none that another pin covers; take its end out of `_ends`.
 
         Returns the block before the dropped ones, and their number.
         """

@@ -70,7 +70,7 @@ class PrefixCache:
         self.pins = Pins(self.pool, self._indexed, pinned_blocks)
         """Chains that clients ask to keep. Every use renews their time."""
         self.learnt = Pins(self.pool, self._indexed, learnt_blocks, are_guesses=True)
-        """Chains that are likely to be asked for soon. No use renews them; they go before a request has to wait."""
+        """Chains that are likely to be asked for soon. No use renews them; they are given up before a request waits."""
         self._now_s = 0.0
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
@@ -195,7 +195,7 @@ class PrefixCache:
         self, sequence: CachedSequence, match: Match, blocks: int, reserve_blocks: int, *, counts_use: bool = True
     ) -> bool:
         """Give the sequence `blocks` blocks, the cached ones first; return False, with nothing changed, if too few are
-        available. A source is not used if it would take the last block.
+        available. A source that no other sequence uses is left out if no block beyond these is available for it.
         """
         nodes, source, references = match.nodes, match.source, self.pool.references
         idle = self.pool.count_idle(nodes)
@@ -210,7 +210,7 @@ class PrefixCache:
         used = nodes if source is None else [*nodes, source]
         self.pool.add_references(used)
         if counts_use and nodes and self._indexed.is_followed[nodes[-1]] and not self._comes_back(sequence, nodes):
-            self.pool.count_use(used)  # otherwise it continues a conversation, which is no shared prefix
+            self.pool.count_use(used)  # otherwise the sequence continues a conversation: its prefix is not shared
         if counts_use:
             self.pins.touch(nodes, self._now_s)
         sequence.source = source

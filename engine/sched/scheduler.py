@@ -298,7 +298,7 @@ class Scheduler:
         return [item[3] for item in keyed]
 
     def _waits_for_tiers(self, tiers: LowerTiers, entry: Entry, hits: int, pace: tuple[float, float]) -> bool:
-        """Whether blocks below the pool are worth waiting for; `pace`: seconds of the steps meanwhile."""
+        """Whether blocks below the pool are worth waiting for; `pace`: see `pace_of`."""
         known, reserve, cached = entry.known_tokens, self._reserve(), hits // self._cache.block_size
         cost = self._step_cost.cost()
         ahead = sum(other.prefill_end - other.planned_tokens for other in self._running if not other.is_decoding)

@@ -48,7 +48,7 @@ class RunScheduler(Scheduler):
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size
-        # All requests take their blocks before any request gives blocks back. So do single steps: a step takes its
+        # All requests take their blocks before any request gives blocks back, as in single steps: a step takes its
         # blocks when it begins, and answers end after it.
         for entry, new in alive:
             entry.request.output_tokens.extend(new)
@@ -74,8 +74,8 @@ class RunScheduler(Scheduler):
         ]
 
     def _run_length(self, plan: StepPlan, max_steps: int) -> int:
-        """Return how many equal steps follow until a request may end; 1 if blocks are missing or more must be
-        decided."""
+        """Return how many equal steps follow until a request may end; 1 if blocks are missing, a request waits or the
+        step has a prefill."""
         chunks = plan.chunks
         if max_steps == 1 or self._waiting or not all(chunk.decodes for chunk in chunks):
             return 1
