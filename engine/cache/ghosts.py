@@ -53,9 +53,9 @@ class EvictedLately:
         """Return the uses of those of digests[start:] that were evicted recently, and forget them. `digests` form a
         chain.
 
-        All digests up to the last known one count: a block is evicted before the blocks that it follows, so the blocks
-        before a known one were evicted after it. They get the uses of the next known one, since they had at least as
-        many. The search ends after a few unknown digests in a row.
+        All digests up to the last known one count: a block is evicted before the blocks that it follows, so all blocks
+        before a known block were evicted later. An unknown block gets the uses of the next known one, because it had at
+        least as many. The search ends after a few unknown digests in a row.
         """
         slots, mask = self._slots, self._mask
         known, uses = start, bytearray()

@@ -355,7 +355,8 @@ class PrefixCache:
             i += 1
 
     def _comes_back(self, sequence: CachedSequence, nodes: Sequence[int]) -> bool:
-        """Whether what followed these blocks was evicted and is asked for again, and no other request shared them.
+        """Whether the block after these was evicted and is asked for again, and no other request shared the last of
+        these.
 
         Then this is the same conversation, whose end was lost, and not another request with the same beginning.
         """
@@ -367,8 +368,8 @@ class PrefixCache:
     def _note_evicted(self, sequence: CachedSequence, hits: int) -> None:
         """Count the blocks of a sequence, admitted with `hits` cached blocks, that were evicted too soon.
 
-        What several requests had shared counts as shared again. If the last lost block was shared, this request shares
-        it, too: that is one more use. Otherwise it is a conversation that goes on.
+        Blocks that several requests had shared count as shared again. If the last lost block was shared, this request
+        counts as one more use of the lost blocks. Otherwise the request continues a conversation.
         """
         uses = self._evicted.take(sequence.digests, hits)
         lost = len(uses)
