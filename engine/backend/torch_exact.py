@@ -134,7 +134,7 @@ class _Decodes:
     most: int
     """Tiles of the longest sequence."""
     hidden: Tensor
-    """[tiles, 1, KEYS]"""
+    """[tiles, 1, KEYS], True for a key that is not seen."""
 
 
 class ExactAttention:

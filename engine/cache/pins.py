@@ -33,8 +33,8 @@ class _Pin:
 class Pins:
     """Pinned chains. A block is pinned while it is the end of a pinned chain, or while a pinned block follows it.
 
-    Salts share the blocks that may be pinned by max-min fairness. A single salt may have all of them. If another salt
-    asks for some, the first salt gives back blocks until both have equally many.
+    Salts share `most_blocks` pinned blocks by max-min fairness. A single salt may have all of them. If another salt asks
+    for some, the first salt gives back blocks until both have equally many.
     """
 
     def __init__(self, pool: BlockPool, indexed: IndexedBlocks, most_blocks: int, *, are_guesses: bool = False) -> None:

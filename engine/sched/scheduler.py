@@ -113,7 +113,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """Begin and return the next step; None if nothing waits or runs."""
+        """Begin and return the next step; None if nothing runs and what waits, if anything, waits for a slower tier."""
         if self._steps:
             raise RuntimeError("a step is in progress: complete or fail it first")
         if self._tiers is not None:
@@ -257,7 +257,8 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[SequenceChunk], budget: int) -> None:
-        """Start waiting requests, up to the first that does not fit: those behind it must not keep it out."""
+        """Start waiting requests, up to the first that does not fit: those behind it must not keep it out. Pass over
+        requests that wait for blocks from a slower tier, or for blocks that a running request computes."""
         if not budget or not self._waiting or len(self._running) >= self._config.max_running:
             return
         admitted: list[int] = []
