@@ -33,7 +33,7 @@ class _Pin:
 class Pins:
     """Pinned chains. A block is pinned while it is the end of a pinned chain, or while a pinned block follows it.
 
-    Salts share `most_blocks` pinned blocks by max-min fairness. A single salt may have all of them. If another salt asks
+    Salts share the `most_blocks` blocks by max-min fairness. A single salt may have all of them. If another salt asks
     for some, the first salt gives back blocks until both have equally many.
     """
 
