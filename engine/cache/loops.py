@@ -19,7 +19,8 @@ remembered for longer than that either (`ghosts.py`)."""
 
 
 class Loops:
-    """Decides, request by request, whether what comes back is spared. Counts are halved every two pools of blocks."""
+    """Decides, request by request, whether what comes back is spared. Counts are halved whenever the blocks asked for
+    exceed two pools."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks

@@ -19,7 +19,8 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 30
 TRIES = 3
 """Tries of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
-"""Longest step, as a share of the time for measuring. Most steps are far shorter, so some 50 shapes run three times."""
+"""Longest step, as a share of the time for measuring. Most steps are far shorter, so there is time to run some 50
+shapes three times."""
 
 
 @dataclass(frozen=True, slots=True)
