@@ -11,8 +11,8 @@ l4-8b: an 8B model with weights in fp8, because 24 GB hold no more. All constant
 h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case,
 which has only the linear operations, not the four cards' exchange between layers. The other constants scale h100-8b's:
 
-    c2  attention is 4 * layers * heads * head_dim operations a pair: 80 layers of 64 heads have 5 times those of 32
-        layers of 32 heads, each of 4 GPUs 1.25 times
+    c2  attention is 4 * layers * heads * head_dim operations a pair: 80 layers of 64 heads do 5 times as many as 32
+        layers of 32 heads, and each of 4 GPUs does 1.25 times as many
     c3  KV is 320 KiB a token instead of 128 KiB: 2.5 times, on each of 4 GPUs 0.625 times
     c4  the same as for 8B: it stands for work of the host
     KV  0.9 * 4 * 80 GB - 141 GB of weights - 4 * 2 GB for activations = 139 GB, at 327,680 bytes a token 424,000 tokens

@@ -130,8 +130,8 @@ def _candidates(prefill: Prefill, held: Held) -> set[int]:
 
 
 def _before_steps(prefill: Prefill, held: Held, ends: set[int]) -> set[int]:
-    """Return the numbers of blocks that have arrived by certain ends of steps of other requests: for each number in
-    `ends`, by the last step's end before these blocks have arrived and by the first one after. A block that arrives
+    """Return how many blocks have arrived at certain times. For each number in `ends`, these are the last end of a step
+    of other requests before that many blocks have arrived, and the first such end afterwards. A block that arrives
     during such a step is not used before the step ends."""
     if prefill.further_s < _SHORTEST_S or held.block_s <= 0:
         return set()
