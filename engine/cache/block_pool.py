@@ -30,7 +30,7 @@ class BlockPool:
         self.given_back = 0
         """Times that a block lost its last reference, since the start."""
         self._places: dict[int, int] = {}
-        """Block that a request has left while others hold it -> the place in `order` that it had at that time."""
+        """Block that a request has left while others hold it -> the place in `order` that it would have got then."""
         self.order: EvictionOrder = LeastRecentlyUsed() if order is None else order
         """The idle blocks."""
 
@@ -88,7 +88,7 @@ class BlockPool:
     def begin_uses(self, blocks: Iterable[int], before: Iterable[int] = ()) -> None:
         """Note that these blocks have new content. It counts as used once.
 
-        `before`: the uses of the first blocks' content before it was evicted, which count again.
+        `before`: for the first of these blocks, the uses that their content had before it was evicted. They count again.
         """
         uses = self._uses
         for block in blocks:

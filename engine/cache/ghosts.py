@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 _SLOTS_PER_BLOCK = 4
 _MOST_SLOTS = 2**20
-"""8 MiB."""
+"""They take 8 MiB."""
 _UNKNOWN_IN_A_ROW = 8
 """The search ends after so many unknown digests, so that a long prompt costs little if no part of it was evicted."""
 _DIGEST_BYTES = 8

@@ -79,9 +79,9 @@ class PrefixCache:
         """Released sequences, each with the number of the last step begun before its release."""
         self._generation = 0
         self.evictions = 0
-        """Indexed blocks whose content was evicted, since the start."""
+        """Number of indexed blocks whose content was evicted, since the start."""
         self.evicted_too_soon = 0
-        """Evicted blocks that were asked for again before about four pools' worth of other blocks were evicted."""
+        """Number of evicted blocks asked for again before about four pools' worth of other blocks were evicted."""
         self._evicted = EvictedLately(blocks_total)
         self._loops = Loops(blocks_total)
         self._stored = array("q", bytes(8 * blocks_total))
@@ -152,7 +152,7 @@ class PrefixCache:
         `reserve_blocks` would stay available. If the reuse ends within a block, `sequence.source` has that block's
         first rows: the backend copies them into the sequence's own block before it computes the sequence.
         """
-        match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        match = self._index.match(sequence, known_tokens - 1)  # the last token's logits choose the next token
         if not self._use(sequence, match, self.blocks_for(known_tokens), reserve_blocks):
             return None
         if self.evictions:

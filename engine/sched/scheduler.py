@@ -315,7 +315,7 @@ class Scheduler:
         )
 
     def _reserve(self) -> int:
-        """Return how many blocks an admission leaves, so that running requests can grow."""
+        """Return how many blocks an admission must leave available, so that running requests can grow."""
         return len(self._running) + 1 if self._running else 0
 
     def _start(self, entry: Entry, expected_hits: int) -> bool:
