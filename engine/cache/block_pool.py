@@ -88,7 +88,7 @@ class BlockPool:
     def begin_uses(self, blocks: Iterable[int], before: Iterable[int] = ()) -> None:
         """Note that these blocks have new content. It counts as used once.
 
-        `before`: for the first of these blocks, the uses that their content had before it was evicted. They count again.
+        `before`: the uses that the content of the first of these blocks had before it was evicted. They count again.
         """
         uses = self._uses
         for block in blocks:

@@ -51,7 +51,7 @@ class Entry:
     unkept_tokens: int = 0
     """Prompt tokens that its marks ask for but for which there was no room."""
     lack: Lack | None = None
-    """What the request lacked when it could last not be started; None: no attempt to start it has failed."""
+    """What the request lacked when the last attempt to start it failed; None: no attempt has failed."""
     overtaken: int = 0
     """Number of younger requests admitted before this one."""
     told_tokens: int = 0

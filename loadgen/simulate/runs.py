@@ -18,7 +18,7 @@ class RunScheduler(Scheduler):
     _most_steps = 1
 
     def schedule_run(self, max_steps: int) -> StepPlan | None:
-        """Start the next step and return it; None if nothing waits or runs.
+        """Start the next step and return it; None in the cases of `schedule`.
 
         If the step only decodes and nothing waits, it stands for a run of up to `max_steps` steps. The run ends when a
         request reaches its length. If the free blocks do not suffice for the whole run, it is one step."""
