@@ -50,7 +50,7 @@ def redis_rules() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write README.md, values.schema.json and files/*.acl."""
     for name, text in redis_rules().items():
         (CHART / "files" / name).write_text(text, encoding="utf-8")
     (CHART / "README.md").write_text(readme(read_values()), encoding="utf-8")

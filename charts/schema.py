@@ -1,4 +1,4 @@
-"""values.schema.json: types and descriptions from values.yaml, settings from the programs, and the rest from here."""
+"""Builds values.schema.json from types and descriptions in values.yaml, the programs' settings, and the rules here."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ BY_PATH: dict[str, Schema] = {
     "engines.defaults.device": {"enum": ["cuda", "cpu", "sim"]},
     "engines.defaults.shmSize": {"type": "string", "pattern": "^([0-9]+(Ki|Mi|Gi|Ti))?$"},
     "engines.defaults.huggingFace.cacheSize": {"type": "string", "pattern": "^[0-9]+(Ki|Mi|Gi|Ti)$"},
-    # Kubernetes takes a failureThreshold of 0 as its default, 3: a pod would be restarted after 3 seconds.
+    # Kubernetes replaces a failureThreshold of 0 by its default, 3: a pod would be restarted after 3 seconds.
     "engines.defaults.loadTimeoutSeconds": POSITIVE,
     "engines.defaults.tiers.disk.volume": {"enum": ["emptyDir", "ephemeral"]},
     "engines.defaults.autoscaling.queuedTokens": POSITIVE,

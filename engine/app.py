@@ -1,4 +1,4 @@
-"""Composition root of the engine: the only place that names concrete classes, and the order of start and stop."""
+"""Composition root of the engine. Only this module names concrete classes; it also sets the order of start and stop."""
 
 from __future__ import annotations
 

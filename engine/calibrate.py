@@ -124,7 +124,8 @@ async def calibrate(settings: CalibrateSettings) -> tuple[SimProfile, Measuremen
     _say(f"loading {settings.model} on {settings.device}")
     backend, blocks = await asyncio.to_thread(model_backend, engine)
     try:
-        # So only memory in use is timed: untouched memory is slower to write and, on the CPU, faster to read.
+        # Steps are timed only on memory that was written before: untouched memory is slower to write and, on the CPU,
+        # faster to read.
         _write(backend.pool.data)
         config = backend.model.config
         limits = Limits(

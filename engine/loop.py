@@ -259,7 +259,8 @@ class EngineLoop:
         await asyncio.sleep(0)
 
     async def _give_up(self, reason: str) -> None:
-        """Wait for the steps behind the oldest one, whose blocks the backend may still use, then fail all of them."""
+        """Wait for the steps behind the failed one, because the backend may still use their blocks. Then fail the
+        requests of all these steps."""
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()

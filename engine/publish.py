@@ -186,7 +186,8 @@ class Publisher:
             log.warning("registry: cannot publish to Redis, will keep trying: %s", text, exc_info=defect)
 
     async def _wait_for_work(self) -> None:
-        """Wait until a batch is full, its first change is old enough, the load has changed, or the heartbeat is due."""
+        """Wait until a batch is full, its first change is old enough, the load has changed, or the heartbeat or a
+        snapshot is due."""
         pace = self._periods
         clock = asyncio.get_running_loop().time
         heartbeat_at_s = clock() + pace.heartbeat_s

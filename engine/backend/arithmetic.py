@@ -1,4 +1,4 @@
-"""Identifies processors whose sums have the same bits. KV computed on another processor is not exact here."""
+"""Identifies processors whose sums have the same bits. KV from a processor with other bits is not exact here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TERMS, _COLUMNS = 1024, 64
 
 
 def cpu_arithmetic() -> tuple[str, ...]:
-    """Return torch's version, the instructions that it uses here, and a digest of sums that are only rounding."""
+    """Return torch's version, the instructions that it uses here, and a digest of results that show how it rounds."""
     bits = sha256()
     for dtype in (torch.float32, torch.bfloat16):
         x, w = cancelling(_TERMS, _COLUMNS, dtype)

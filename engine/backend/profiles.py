@@ -8,11 +8,12 @@ The form is that of Mooncake (FAST'25) eq. 1 and of Vidur's per-operation regres
 h100-8b, a100-8b: Llama-3-8B in bfloat16. w0, a and c1 are fitted to Vidur's published profile of the linear operations
 (Llama2-7B on H100, Llama3-8B on A100) and rounded up; c2 to c4 are estimates.
 l4-8b: an 8B model with weights in fp8, because 24 GB hold no more. All constants are estimates.
-h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case. It
-has only the linear operations, without the four cards' exchange between layers. The other constants scale h100-8b's:
+h100-70b-tp4: Llama-3-70B in bfloat16 on four H100 of 80 GB. w0, a and c1 are fitted to Vidur's profile of that case,
+which has only the linear operations, not the four cards' exchange between layers. The other constants scale h100-8b's:
 
-    c2  attention is 4 * layers * heads * head_dim operations a pair: 80 * 64 against 32 * 32 is 5 times, on 4 GPUs 1.25
-    c3  KV is 320 KiB a token against 128 KiB: 2.5 times, on 4 GPUs 0.625
+    c2  attention is 4 * layers * heads * head_dim operations a pair: 80 layers of 64 heads do 5 times as many as 32
+        layers of 32 heads, and each of 4 GPUs does 1.25 times as many
+    c3  KV is 320 KiB a token instead of 128 KiB: 2.5 times, on each of 4 GPUs 0.625 times
     c4  the same as for 8B: it stands for work of the host
     KV  0.9 * 4 * 80 GB - 141 GB of weights - 4 * 2 GB for activations = 139 GB, at 327,680 bytes a token 424,000 tokens
 
@@ -79,7 +80,7 @@ class SimProfile:
         return steps * first_s + growth_s * steps * (steps - 1) / 2
 
     def steps_by(self, first_s: float, sequences: int, elapsed_s: float) -> int:
-        """Return how many steps of such a run have begun `elapsed_s` seconds after its start, at least 1."""
+        """Return how many steps of a run as in `run_s` have begun `elapsed_s` seconds after its start, at least 1."""
         growth_s = self.c3_ms / 1e3 * sequences
         # run_s(n) <= elapsed: the root of growth/2 n^2 + (first - growth/2) n - elapsed.
         linear_s = first_s - growth_s / 2

@@ -43,7 +43,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """Return the most probable token of each row, the lowest id in a tie. On the CPU numpy is 8 times as fast."""
+    """Return the most probable token of each row, the lowest id in a tie. On the CPU numpy finds it, 8 times as fast as
+    torch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)

@@ -134,7 +134,7 @@ class _Decodes:
     most: int
     """Tiles of the longest sequence."""
     hidden: Tensor
-    """[tiles, 1, KEYS]"""
+    """[tiles, 1, KEYS], True for a key that is not seen."""
 
 
 class ExactAttention:
@@ -294,8 +294,8 @@ class ExactAttention:
 
 
 def _exp(scores: Tensor) -> None:
-    """Exponentiate in place, by NumPy: it is twice as fast as torch here, and its result does not depend on the place
-    (`check_exp`)."""
+    """Exponentiate in place, by NumPy: it is twice as fast as torch here, and its result does not depend on a number's
+    place in the array (`check_exp`)."""
     array = scores.numpy()
     np.exp(array, out=array)
 

@@ -30,7 +30,7 @@ class BlockPool:
         self.given_back = 0
         """Times that a block lost its last reference, since the start."""
         self._places: dict[int, int] = {}
-        """Block that a request has left while others hold it -> the place in `order` that it had at that time."""
+        """Block that a request has left while others hold it -> the place in `order` that it would have got then."""
         self.order: EvictionOrder = LeastRecentlyUsed() if order is None else order
         """The idle blocks."""
 
@@ -88,7 +88,7 @@ class BlockPool:
     def begin_uses(self, blocks: Iterable[int], before: Iterable[int] = ()) -> None:
         """Note that these blocks have new content. It counts as used once.
 
-        `before`: the uses of the first blocks' content before it was evicted, which count again.
+        `before`: the uses that the content of the first of these blocks had before it was evicted. They count again.
         """
         uses = self._uses
         for block in blocks:
@@ -110,7 +110,7 @@ class BlockPool:
 
         `is_pin`: the user is a pin. Being pinned does not count as a use, so a block becomes idle at the place where
         its last request left it. `was_wanted`: False says that the blocks were kept for requests that have not come.
-        Then an order by use evicts those of them that were used only once ahead of all others.
+        Then an eviction order by use evicts those blocks that were used only once before all other blocks.
         """
         references, free = self._references, self._free
         kept, staying = [], []

@@ -14,7 +14,8 @@ from heapq import heapify, heappop, heappush, merge
 from typing import Protocol
 
 MOST_USES = 15
-"""The most uses that count. A block not asked for again outlives at most this many turnovers of blocks used once."""
+"""The most uses that count. A block not asked for again outlives at most this many turnovers of the pool by blocks that
+are used once."""
 MOST_DEPTH_COST = 1.0
 """The most that `GreedyDual.depth_cost` may be: a bad fit must not make one chain outlive everything."""
 _NOT_IDLE = _NONE = -1
@@ -85,7 +86,8 @@ class EvictionOrder(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The longest unused block goes first. Operations are O(1); O(log n) in the number of blocks that were put back."""
+    """The longest unused block goes first. Operations are O(1), but O(log n) for a block that was put back, where n is
+    the number of such blocks."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[int, int] = OrderedDict()

@@ -1,8 +1,8 @@
 """Which blocks were evicted recently, and how many requests shared them.
 
 Such blocks show whether the pool is too small for the requests. And if a block was shared before it was evicted, it
-counts as shared when it comes back. Otherwise a hot prefix that a flood of prompts used once has evicted would be
-worth no more than these prompts.
+counts as shared when it comes back. Otherwise, if a flood of prompts that are used once evicts a hot prefix, the prefix
+would be worth no more than those prompts when it comes back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 _SLOTS_PER_BLOCK = 4
 _MOST_SLOTS = 2**20
-"""8 MiB."""
+"""They take 8 MiB."""
 _UNKNOWN_IN_A_ROW = 8
 """The search ends after so many unknown digests, so that a long prompt costs little if no part of it was evicted."""
 _DIGEST_BYTES = 8
@@ -53,9 +53,9 @@ class EvictedLately:
         """Return the uses of those of digests[start:] that were evicted recently, and forget them. `digests` form a
         chain.
 
-        All digests up to the last known one count: a block is evicted before the blocks that it follows, so the blocks
-        before a known one were evicted after it. They get the uses of the next known one, since they had at least as
-        many. The search ends after a few unknown digests in a row.
+        All digests up to the last known one count: a block is evicted before the blocks that it follows, so all blocks
+        before a known block were evicted later. An unknown block gets the uses of the next known one, because it had at
+        least as many. The search ends after a few unknown digests in a row.
         """
         slots, mask = self._slots, self._mask
         known, uses = start, bytearray()

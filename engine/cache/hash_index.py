@@ -19,8 +19,8 @@ class HashIndex:
         self.of: dict[bytes, int] = {}
         """Digest -> block."""
         self.contents = [b""] * len(indexed.digests)
-        """`token_bytes` of each indexed block, after the salt's digest if it is a chain's first block. The salt itself
-        is in no tier and in no file."""
+        """By block: its `token_bytes`; before them, in a chain's first block, the salt's digest. The salt itself is in
+        no tier and in no file."""
 
     def count(self, sequence: CachedSequence, limit: int) -> int:
         """See `PrefixIndex.count`. Compares digests alone, and starts from the last count for this sequence."""

@@ -21,8 +21,8 @@ class IndexedBlocks:
 
     def __init__(self, total: int) -> None:
         self.digests: list[bytes | None] = [None] * total
-        """The digest of the block's chain up to the block's end; empty if the block is not full. None if the block is
-        not indexed; the other columns then say nothing about it."""
+        """By block, like the next four: the digest of its chain up to the block's end, empty if the block is not full.
+        None if the block is not indexed; the other columns then say nothing about it."""
         self.parents = [NO_BLOCK] * total
         """The block before it. A number is enough, because the parent stays indexed as long as this block."""
         self.depths = array("i", bytes(4 * total))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 LOST_SHARE = 2 / 3
 """Traffic is a loop if more than this share of the blocks asked for was evicted recently, in prompts with at most one
-new block. In a loop nearly all blocks were, even if its prompts have the first quarter of their length in common.
+new block. In a loop nearly all blocks were, or three quarters if its prompts share the first quarter of their length.
 Conversations that come in turn bring new blocks, so they are no loop. If their blocks were spared, the blocks of ended
 conversations would stay in the pool, and the agents in the benchmark would hit less."""
 SPARED_SHARE = 3 / 4
@@ -19,7 +19,8 @@ remembered for longer than that either (`ghosts.py`)."""
 
 
 class Loops:
-    """Decides, request by request, whether what comes back is spared. Counts are halved every two pools of blocks."""
+    """Decides, request by request, whether what comes back is spared. Counts are halved whenever the blocks asked for
+    exceed two pools."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
@@ -29,8 +30,8 @@ class Loops:
         """Count a request; return whether to spare what it brings back.
 
         `asked`: blocks it asked for, without hits of spared blocks. These hits do not show what the order keeps by
-        itself, and counting them would end the sparing while there is room for more. `lost`: how many of its blocks had
-        been evicted recently if the whole prompt came back, else 0.
+        itself, and counting them would end the sparing while more blocks could be spared. `lost`: how many of its
+        blocks had been evicted recently if the whole prompt came back, else 0.
         """
         self._asked += asked
         self._lost += lost

@@ -33,8 +33,8 @@ class _Pin:
 class Pins:
     """Pinned chains. A block is pinned while it is the end of a pinned chain, or while a pinned block follows it.
 
-    Salts share the blocks that may be pinned by max-min fairness. A single salt may have all of them. If another salt
-    asks for some, the first salt gives back blocks until both have equally many.
+    Salts share the `most_blocks` blocks by max-min fairness. A single salt may have all of them. If another salt asks
+    for some, the first salt gives back blocks until both have equally many.
     """
 
     def __init__(self, pool: BlockPool, indexed: IndexedBlocks, most_blocks: int, *, are_guesses: bool = False) -> None:
@@ -219,7 +219,7 @@ class Pins:
             self._due.sort()
 
     def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True) -> tuple[int, int]:
-        """Drop the pin's last blocks, at most `most` and none that another pin covers; the pin then has no end.
+        """Drop the pin's last blocks, at most `most` and none that another pin covers; take its end out of `_ends`.
 
         Returns the block before the dropped ones, and their number.
         """

@@ -70,7 +70,7 @@ class PrefixCache:
         self.pins = Pins(self.pool, self._indexed, pinned_blocks)
         """Chains that clients ask to keep. Every use renews their time."""
         self.learnt = Pins(self.pool, self._indexed, learnt_blocks, are_guesses=True)
-        """Chains that are likely to be asked for soon. No use renews them; they go before a request has to wait."""
+        """Chains that are likely to be asked for soon. No use renews them; they are given up before a request waits."""
         self._now_s = 0.0
         self._keys = HeldKeys()
         self._users: set[CachedSequence] = set()
@@ -79,9 +79,9 @@ class PrefixCache:
         """Released sequences, each with the number of the last step begun before its release."""
         self._generation = 0
         self.evictions = 0
-        """Indexed blocks whose content was evicted, since the start."""
+        """Number of indexed blocks whose content was evicted, since the start."""
         self.evicted_too_soon = 0
-        """Evicted blocks that were asked for again before about four pools' worth of other blocks were evicted."""
+        """Number of evicted blocks asked for again before about four pools' worth of other blocks were evicted."""
         self._evicted = EvictedLately(blocks_total)
         self._loops = Loops(blocks_total)
         self._stored = array("q", bytes(8 * blocks_total))
@@ -152,7 +152,7 @@ class PrefixCache:
         `reserve_blocks` would stay available. If the reuse ends within a block, `sequence.source` has that block's
         first rows: the backend copies them into the sequence's own block before it computes the sequence.
         """
-        match = self._index.match(sequence, known_tokens - 1)  # the last one's logits choose the next token
+        match = self._index.match(sequence, known_tokens - 1)  # the last token's logits choose the next token
         if not self._use(sequence, match, self.blocks_for(known_tokens), reserve_blocks):
             return None
         if self.evictions:
@@ -195,7 +195,7 @@ class PrefixCache:
         self, sequence: CachedSequence, match: Match, blocks: int, reserve_blocks: int, *, counts_use: bool = True
     ) -> bool:
         """Give the sequence `blocks` blocks, the cached ones first; return False, with nothing changed, if too few are
-        available. A source is not used if it would take the last block.
+        available. A source that no other sequence uses is left out if no block beyond these is available for it.
         """
         nodes, source, references = match.nodes, match.source, self.pool.references
         idle = self.pool.count_idle(nodes)
@@ -210,7 +210,7 @@ class PrefixCache:
         used = nodes if source is None else [*nodes, source]
         self.pool.add_references(used)
         if counts_use and nodes and self._indexed.is_followed[nodes[-1]] and not self._comes_back(sequence, nodes):
-            self.pool.count_use(used)  # otherwise it continues a conversation, which is no shared prefix
+            self.pool.count_use(used)  # otherwise the sequence continues a conversation: its prefix is not shared
         if counts_use:
             self.pins.touch(nodes, self._now_s)
         sequence.source = source
@@ -355,7 +355,8 @@ class PrefixCache:
             i += 1
 
     def _comes_back(self, sequence: CachedSequence, nodes: Sequence[int]) -> bool:
-        """Whether what followed these blocks was evicted and is asked for again, and no other request shared them.
+        """Whether the block after these was evicted and is asked for again, and no other request shared the last of
+        these.
 
         Then this is the same conversation, whose end was lost, and not another request with the same beginning.
         """
@@ -367,8 +368,8 @@ class PrefixCache:
     def _note_evicted(self, sequence: CachedSequence, hits: int) -> None:
         """Count the blocks of a sequence, admitted with `hits` cached blocks, that were evicted too soon.
 
-        What several requests had shared counts as shared again. If the last lost block was shared, this request shares
-        it, too: that is one more use. Otherwise it is a conversation that goes on.
+        Blocks that several requests had shared count as shared again. If the last lost block was shared, this request
+        counts as one more use of the lost blocks. Otherwise the request continues a conversation.
         """
         uses = self._evicted.take(sequence.digests, hits)
         lost = len(uses)

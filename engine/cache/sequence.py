@@ -24,7 +24,7 @@ class CachedSequence:
     blocks: list[int] = field(default_factory=list)
     """Pool blocks in order of position; empty while the request waits."""
     nodes: list[int] = field(default_factory=list)
-    """The indexed chain of the leading full blocks: this request's own block, or an equal one indexed before it."""
+    """The indexed chain of the leading full blocks: each is this request's own, or an equal one indexed earlier."""
     next_anchor: int = 0
     """Anchors before this one are attached to `nodes`."""
     generation: int = 0

@@ -30,7 +30,7 @@ import gc
 from collections.abc import AsyncIterator, Callable
 
 YOUNG = 5_000
-"""Containers made, less those freed, before the youngest generation is collected: the walk takes 0.1 ms, and up to 2
+"""Containers made, less those freed, before the youngest generation is collected: the walk takes 0.1 ms, and up to 2 ms
 if other processes empty the processor's caches. A few requests in flight reach Python's own threshold of 700."""
 MIDDLE = 5
 """Collections of the youngest generation before the middle one is collected with it: 30,000 containers, 0.5

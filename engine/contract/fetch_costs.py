@@ -15,7 +15,7 @@ from typing import Any
 VERSION = 1
 MAX_LATENCY_S = 3600.0
 MAX_FETCHED_TOKEN_S = 60.0
-"""Greater numbers are absurd."""
+"""A cost with more seconds than this is absurd."""
 LEAST_GAIN, LEAST_GAIN_S = 0.07, 0.002
 """The least gain of a fetch, as a share of the computing time and in seconds, because learnt step costs are inexact,
 most of all those of short steps. Engines fetch nothing that gains less, and gateways apply the same rule."""

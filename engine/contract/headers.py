@@ -36,8 +36,8 @@ MESSAGE_REQUEST_ID = "request-id"
 """Response to `/v1/messages`: the same id under the name that Anthropic's clients read."""
 
 API_KEY = "x-api-key"
-"""Request: the key under the name that Anthropic's clients use. If both are given, `Authorization: Bearer KEY` counts.
-"""
+"""Request: the key under the name that Anthropic's clients use. `Authorization: Bearer KEY`, if given too, takes
+precedence."""
 
 SESSION = "x-session-id"
 """Request to an engine: the request's name in the engine's KV events (vLLM). The gateway keeps a client's own name."""

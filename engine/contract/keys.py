@@ -32,8 +32,8 @@ MESSAGE_END = b"\x1e"
 TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
 """Types of content parts that hold text; every other part is media: an image, sound, video or a file."""
 MEDIA_BYTES = 4096
-"""Canonical bytes of a media part. Engines make about a thousand tokens of an image of any size, and the image has as
-many keys as that many tokens of text."""
+"""Canonical bytes of a media part. Engines turn an image of any size into about a thousand tokens; with these bytes the
+image has as many keys as a thousand tokens of text."""
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _digest = cast(Callable[[bytes, PrefixKey], PrefixKey], xxh3_64_intdigest)

@@ -1,4 +1,4 @@
-"""Turns a request to `/v1/messages` into the equivalent chat, which engines render and prefix keys are made of.
+"""Turns a request to `/v1/messages` into the equivalent chat. Engines render that chat; prefix keys are made from it.
 
 | in the request | in the chat |
 |---|---|

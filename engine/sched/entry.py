@@ -40,8 +40,8 @@ class Entry:
     computed_tokens: int = 0
     """Leading tokens whose KV is in the sequence's blocks."""
     planned_tokens: int = 0
-    """Leading tokens whose KV is present or comes with a step in progress. If it equals `known_tokens`, that step
-    samples the next one."""
+    """Leading tokens whose KV is present or is written by a step in progress. If this number equals `known_tokens`,
+    that step samples the next token."""
     prefill_end: int = 0
     """Tokens known at the latest admission: chunks before this position are prefill, later ones decode."""
     cached_tokens: int | None = None
@@ -51,7 +51,7 @@ class Entry:
     unkept_tokens: int = 0
     """Prompt tokens that its marks ask for but for which there was no room."""
     lack: Lack | None = None
-    """What it lacked when it was last tried and did not fit; None: it has not been tried."""
+    """What the request lacked when the last attempt to start it failed; None: no attempt has failed."""
     overtaken: int = 0
     """Number of younger requests admitted before this one."""
     told_tokens: int = 0

@@ -23,6 +23,7 @@ class InFlightBlocks:
                 del self._owner[digest]
 
     def covers(self, sequence: CachedSequence, block: int, known_tokens: int) -> bool:
-        """Whether another sequence computes a block that equals this one's block `block` and that it could reuse."""
+        """Whether another sequence computes a block that equals this sequence's block `block`, and that this sequence
+        could reuse."""
         reusable = min((known_tokens - 1) // sequence.block_size, len(sequence.digests))
         return block < reusable and sequence.digests[block] in self._owner

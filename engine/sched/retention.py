@@ -65,7 +65,7 @@ class Retention:
         entry.kept_tokens, entry.unkept_tokens = kept * block_size, (asked - kept) * block_size
 
     def gives(self, blocks: int) -> bool:
-        """End pins that no client asked for, because running requests need blocks; return False if there are none."""
+        """End pins that no client asked for, because running requests need blocks; return False if this frees none."""
         return self._cache.learnt.give_up(blocks) > 0
 
     def yields(self, entry: Entry, hits: int, reserve_blocks: int, *, is_alone: bool) -> bool:

@@ -113,7 +113,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """Begin and return the next step; None if nothing waits or runs."""
+        """Begin and return the next step; None if nothing runs and what waits, if anything, waits for a slower tier."""
         if self._steps:
             raise RuntimeError("a step is in progress: complete or fail it first")
         if self._tiers is not None:
@@ -257,7 +257,8 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[SequenceChunk], budget: int) -> None:
-        """Start waiting requests, up to the first that does not fit: those behind it must not keep it out."""
+        """Start waiting requests, up to the first that does not fit: those behind it must not keep it out. Pass over
+        requests that wait for blocks from a slower tier, or for blocks that a running request computes."""
         if not budget or not self._waiting or len(self._running) >= self._config.max_running:
             return
         admitted: list[int] = []
@@ -298,7 +299,7 @@ class Scheduler:
         return [item[3] for item in keyed]
 
     def _waits_for_tiers(self, tiers: LowerTiers, entry: Entry, hits: int, pace: tuple[float, float]) -> bool:
-        """Whether blocks below the pool are worth waiting for; `pace`: seconds of the steps meanwhile."""
+        """Whether blocks below the pool are worth waiting for; `pace`: see `pace_of`."""
         known, reserve, cached = entry.known_tokens, self._reserve(), hits // self._cache.block_size
         cost = self._step_cost.cost()
         ahead = sum(other.prefill_end - other.planned_tokens for other in self._running if not other.is_decoding)
@@ -314,7 +315,7 @@ class Scheduler:
         )
 
     def _reserve(self) -> int:
-        """Return how many blocks an admission leaves, so that running requests can grow."""
+        """Return how many blocks an admission must leave available, so that running requests can grow."""
         return len(self._running) + 1 if self._running else 0
 
     def _start(self, entry: Entry, expected_hits: int) -> bool:

@@ -112,7 +112,7 @@ class StepCostFit:
 
 
 class _Moments:
-    """Exponentially fading sums of w x xT and w x y."""
+    """Exponentially fading sums of w x xT and w x y, for weights w, features x and seconds y."""
 
     def __init__(self) -> None:
         self.matrix = [[0.0] * _FEATURES for _ in range(_FEATURES)]

@@ -115,7 +115,7 @@ class _Generation:
 async def generate(request: web.Request, state: ServerState) -> web.StreamResponse:
     """Answer a request to one of `Endpoint`. Nothing is sent before the first token, so a gateway can retry until then.
 
-    Raises ApiError. It is cancelled when the client leaves, which frees the request's blocks.
+    Raises ApiError. This call is cancelled when the client leaves, which frees the request's blocks.
     """
     arrived_s = time.perf_counter()
     service = state.serving()

@@ -31,7 +31,7 @@ RETENTIONS_S = {"24h": 86_400.0}
 
 
 class CacheControl(BaseModel):
-    """A mark, which asks to keep the prompt up to here for a while."""
+    """A mark, which asks to keep the prompt up to the marked place for a while."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["ephemeral"]

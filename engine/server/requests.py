@@ -125,7 +125,7 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
     listed = list_prompts(completion.prompt)
     if completion.answer_so_far and (len(listed) > 1 or completion.echo):
         raise BadRequest("answer_so_far needs one prompt, and echo to be false", param="answer_so_far")
-    _check_choices(len(listed), completion.n or 1)  # before any of them costs time
+    _check_choices(len(listed), completion.n or 1)  # before any prompt costs time
     prompts = tuple(_completion_prompt(model, completion, prompt) for prompt in listed)
     return make_job(model, completion, prompts, completion.logprobs, echo=bool(completion.echo))
 
@@ -211,7 +211,7 @@ def encode_prompt(model: ModelText, text: str, param: str, salt: str | None, *, 
     """
     check_length(model, text, param)
     encoded = model.token_cache.encode(text, salt or "", add_special_tokens=add_special_tokens)
-    if model.tokenizer.ids_end > model.vocab_size:  # few checkpoints; a look at every id takes as long as the rest
+    if model.tokenizer.ids_end > model.vocab_size:  # rare; checking every id takes as long as all the rest
         check_ids(encoded.ids, model.vocab_size, param)
     return encoded
 

@@ -44,7 +44,8 @@ def make_app(
     has_metrics: bool = True,
     has_admin: bool = True,
 ) -> web.Application:
-    """Return the app for clients and gateways, with /health. `has_metrics`, `has_admin`: whether it has these routes.
+    """Return the app for clients and gateways, with /health. `has_metrics`, `has_admin`: whether it has the routes for
+    metrics and those for operators.
 
     /health and /metrics answer before the model is loaded.
     """

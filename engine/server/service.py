@@ -40,7 +40,7 @@ class TextWorkers:
         self._pending += 1
         loop = asyncio.get_running_loop()
         job = self._pool.submit(call, *args, **kwargs)
-        # A call counts until a thread is done with it, even if the client leaves. One that has not begun is dropped.
+        # If the client leaves, a call that has not begun is dropped; a begun one counts until its thread is done.
         job.add_done_callback(lambda _: self._count_done(loop))
         return await asyncio.wrap_future(job)
 

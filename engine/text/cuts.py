@@ -2,8 +2,8 @@
 
 **Before an added token.** The tokenizers library first splits a text at its added tokens. It normalizes and tokenizes
 each part between them alone (`AddedVocabulary::extract_and_normalize`). So a text can be cut before an added token that
-is found there in any text. A piece that begins with an added token is never the beginning of its first part, for which
-some tokenizers have rules of their own (`prepend_scheme: first`, `add_prefix_space`).
+the library finds whatever text surrounds it. A piece that begins with an added token has no other part at its start,
+where some tokenizers have rules of their own (`prepend_scheme: first`, `add_prefix_space`).
 
 **Between two words.** Byte-level BPE never joins what its regular expression splits. The known expressions always split
 between an ASCII letter and a space before another one, whatever else the text has.
@@ -114,13 +114,13 @@ def _is_plain(token: Mapping[str, Any]) -> bool:
 
 
 def _stands_alone(text: str, others: Sequence[str]) -> bool:
-    """Return whether no added token can be found at a place that overlaps this one, so that this one always is."""
+    """Return whether no added token can be found at a place that overlaps this one: then this one is always found."""
     return all(other == text or not (text in other or other in text or _overlap(text, other)) for other in others) and (
         not _overlap(text, text)
     )
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Return whether one of the texts can end in a proper part of the other's beginning."""
+    """Return whether one of the texts ends with a beginning of the other that is shorter than both."""
     lengths = range(1, min(len(one), len(other)))
     return any(one[-length:] == other[:length] or other[-length:] == one[:length] for length in lengths)

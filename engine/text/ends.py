@@ -15,8 +15,8 @@ class JoinedEnds(Sequence[int]):
     """
 
     def __init__(self, chars: int, added_before: int = 0, added_after: int = 0) -> None:
-        """`chars`: length of the text. `added_before`, `added_after`: tokens around the text, which come from none of
-        it."""
+        """`chars`: length of the text. `added_before`, `added_after`: tokens around the text, which come from no part
+        of it."""
         self._chars = chars
         self._before = added_before
         self._after = added_after

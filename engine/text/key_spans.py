@@ -58,7 +58,7 @@ def cached_prefixes(
     place).
 
     `ends` is in ascending order. 0 parts: the place before the message's content, with tools before it. The count is 0
-    for a place that cannot be found in the rendered prompt. As in a key's claim, a token that straddles the place is
+    for a place that cannot be found in the rendered prompt. As in a key's span, a token that straddles the place is
     not counted.
     """
     pieces, known_bytes = _locate(messages, tools, prompt)

@@ -20,7 +20,7 @@ class Allowance:
     """Seconds that copies downwards may take until the next step.
 
     Two things count: time on the thread that plans steps, and delay of the step itself by memory traffic. Each step of
-    others gives a share of its time. What is left is not saved up. At most one operation may overdraw, and the
+    other requests grants a share of its time. An unused rest is lost. At most one operation may overdraw, and the
     following steps pay for it. So steps in a row spend no more in all than their share and one operation. While no
     other request is computed, nothing is bounded.
     """

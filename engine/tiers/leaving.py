@@ -12,7 +12,7 @@ from engine.tiers.link import Link, leading
 
 
 class Leaving:
-    """Copies the blocks of a sequence that are worth it, in pieces as large as is allowed at the time.
+    """Copies those blocks of a sequence that are worth copying, in pieces as large as is allowed at the time.
 
     It holds the sequence in `upper`, and `part` in the tier below: the same sequence, as far as it was copied.
     """

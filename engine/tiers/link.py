@@ -19,7 +19,7 @@ MIN_QUEUE_BLOCKS = 16
 PAUSE_S = 5.0
 """Seconds without copies downwards after one has failed."""
 QUEUE_SHARE = 1 / 4
-"""Largest share of the upper tier's blocks that may be on their way down: they cannot be reused meanwhile."""
+"""Largest share of the upper tier's blocks that may be on their way down: these blocks cannot be freed meanwhile."""
 
 
 class Link:
@@ -110,9 +110,9 @@ class Link:
         return self.copier.open_blocks(Direction.DEMOTE) + self.unasked < most
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
-        """Return how many leading blocks are worth copying down. They end with the last block that was used twice, or
-        that takes longer to compute again than to copy in either direction. While a rate or the cost is not known, all
-        blocks are worth it."""
+        """Return how many leading blocks are worth copying down. These are all blocks if computing the last one again
+        takes longer than copying it in the slower direction, else those up to the last block that was used twice. While
+        a rate or the cost is not known, all blocks are worth it."""
         size, nodes = self.upper.block_size, sequence.nodes
         down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
         if down is None or up is None or not cost.token_s:

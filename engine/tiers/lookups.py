@@ -30,8 +30,8 @@ class Lookups(Protocol):
     """Begins look-ups. No method waits."""
 
     def ask(self, digests: Sequence[bytes], parent: bytes) -> Lookup | None:
-        """Look up how many of these blocks of one chain, from the first on, are there; `parent`: of the first. Return
-        None if no look-up can begin now."""
+        """Look up how many of these blocks of one chain, from the first on, are there; `parent`: digest before the
+        first block. Return None if no look-up can begin now."""
         ...
 
 

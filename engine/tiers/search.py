@@ -55,7 +55,7 @@ class Search:
 
     def waits(self, request_id: int, sequence: CachedSequence, prefill: Prefill) -> bool:
         """Whether the request, which could start now, should wait for the answer. Once the answer is there, the index
-        has what was found. If the wait would last until a step of other requests ends, it is hardly ever worth it.
+        has what was found. A wait that would last until a step of other requests ends is hardly ever worthwhile.
         """
         if request_id in self._since_s:
             self._since_s[request_id] = min(self._since_s[request_id], self._clock())

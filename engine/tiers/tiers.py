@@ -469,7 +469,8 @@ class Tiers:
             leaving.link.lower.release(leaving.part)
 
     def _store(self, depth: int, sequence: CachedSequence) -> None:
-        """Copy the worthwhile blocks of a held sequence one tier down, then release it. Do the same with the copy."""
+        """Copy the worthwhile blocks of a held sequence one tier down, then release it. After that, the copy goes
+        further down in the same way."""
         upper = self._links[depth - 1].lower if depth else self._pool
         if depth == len(self._links):
             upper.release(sequence)

@@ -141,7 +141,7 @@ class BreakFinder:
         return number % (self._requests // stretches) < _STRETCH
 
     def _partner(self, behind: list[int]) -> int | None:
-        """Return the earlier prompt that shares most of the text after the break."""
+        """Return the earlier prompt that shares the most text after the break; None if none shares enough."""
         votes = Counter(
             earlier
             for value in behind[:: max(1, len(behind) // 16)]
@@ -187,7 +187,8 @@ class BreakFinder:
         slot.values += [b.text[b_start:b_end]] * (len(slot.values) < _MAX_VALUES)
 
     def _value_slot(self, left: bytes, right: bytes, is_start: bool, *, is_long: bool) -> Slot:
-        """Return the slot between these contexts. Long values often begin alike, so the text after them decides."""
+        """Return the slot between these contexts. Long values often begin alike, so `left` varies, and a slot at the
+        start of the prompt is found by the text after the value."""
         key = ("value", left[-_KEY_BYTES:])
         if is_long and is_start and key not in self._slots:
             values = ((k, slot) for k, slot in self._slots.items() if k[0] == "value" and slot.is_start)

@@ -95,8 +95,8 @@ class SortKeys:
 class Variant:
     """The file's prompts with some repairs: collects keys, then returns the hit rate of an infinite cache.
 
-    A value that is taken out counts as a hit if an earlier prompt had the same value there. After or between shared
-    parts, the cache would find such a value again.
+    A value that is taken out counts as a hit if an earlier prompt had the same value there: moved behind shared parts,
+    or left between them, such a value would be found in the cache again.
     """
 
     repairs: Sequence[Repair]

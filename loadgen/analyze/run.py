@@ -1,8 +1,8 @@
 """The analysis: it reads the file up to three times and keeps only keys in memory.
 
-1. keys of every prompt -> what is shared, caches of each size
-2. prefixes to the byte -> what whole blocks lose; a sample of prompts -> suspicions of what breaks reuse
-3. only if there are suspicions: keys of every prompt with and without repairs -> the cost of each suspicion
+1. The keys of every prompt show what is shared, and what caches of each size would hit.
+2. Prefixes compared to the byte show what whole blocks lose. A sample of prompts gives suspicions of what breaks reuse.
+3. If there are suspicions, the keys of every prompt with and without repairs show the cost of each.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class ComparedSettings(Settings):
     precision: float = Field(
         0.1,
         gt=0,
-        description="rounds are added until half the interval of the ratio of mean TTFT is this share of the ratio",
+        description="rounds are added until the ratio of mean TTFT is known to plus or minus this share of the ratio",
     )
     rounds: int | None = Field(None, ge=1, description="exactly this many rounds; none: as many as --precision needs")
     max_rounds: int = Field(10, ge=2, description="most rounds for --precision")

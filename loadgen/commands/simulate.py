@@ -60,7 +60,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
     gateways: int = Field(1, ge=1, le=64, description="gateways that take requests in turn; each sees only its own")
     event_delay_ms: float = Field(
-        2.0, ge=0, description="milliseconds from a pod's message to a gateway's index; it is sent 50 after the change"
+        2.0, ge=0, description="ms from a pod's message, which is sent 50 ms after a change, to a gateway's index"
     )
     network_ms: float = Field(
         1.0, ge=0, le=60_000, description="milliseconds between gateway and pod, one way, tokenizing included"

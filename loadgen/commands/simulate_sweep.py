@@ -25,7 +25,8 @@ LATENCIES = 10
 takes longer than the one before, as it does behind a growing queue. If a step looks saturated because requests end
 late, and it was shorter than this many times its own latency, it is played again for that long."""
 OVERLOADED = 3.0
-"""A step is not played again if its latency is over this many times that of the step below: filling up costs less."""
+"""A step is not played again if its latency is over this many times that of the step below: a fleet that only fills up
+slows down less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,8 @@ class RunSpec:
     """Whether to keep the gaps between the chunks of each answer, on disk."""
     worker: int = 0
     workers: int = 1
-    """This process plays every `workers`-th session, beginning with session `worker`. The caps in its spec are its
-    share."""
+    """This process plays every `workers`-th session, beginning with session `worker`. The caps in this spec are the
+    process's share."""
 
 
 @dataclass(slots=True)

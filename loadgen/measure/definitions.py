@@ -16,8 +16,8 @@ DEFINITIONS = {
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
-    f" flight. A run alone is invalid if {LATE_TWICE:g} times the part of the mean, median, p90 or p99 TTFT that"
-    f" is lag exceeds {MAX_LAG_SHARE:.0%}, because reading is about as late. A comparison is judged by how much"
+    f" flight. A run alone is invalid if {LATE_TWICE:g} times lag's share of the mean, median, p90 or p99 TTFT"
+    f" exceeds {MAX_LAG_SHARE:.0%}, because reading is about as late. A comparison is judged by how much"
     " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
     " request as infinitely slow and is absent if more than 1 % failed",

@@ -46,7 +46,7 @@ class FleetSpec:
     publishes: bool = True
     """Whether pods publish their keys and their load; foreign engines do not."""
     tells_capacity: bool = True
-    """Whether a pod that publishes nothing tells how many tokens its cache holds."""
+    """Whether a pod that publishes nothing tells how many tokens its cache has room for."""
     shared_tokens: int = 0
     """Capacity in tokens of the folder that pods with a shared tier share."""
     shares: bool = False
@@ -132,7 +132,7 @@ class Simulation:
         return not self._started_all or bool(self._flights) or self._unstarted > 0
 
     def told_capacity(self, name: str) -> tuple[int, int] | None:
-        """Return the tokens that a pod's cache holds and the tokens in a block; None if the pod does not tell."""
+        """Return the tokens that fit a pod's cache, and the tokens in a block; None if the pod does not tell."""
         pod = self.pods.get(name)
         if pod is None or self.spec.publishes or not self.spec.tells_capacity:
             return None

@@ -92,7 +92,7 @@ class Gateway:
     ) -> None:
         """`publishes`: the engines report to the registry, as ours do; otherwise the gateway knows only what it passed
         on. `made`: the policy, if it is not the one named `policy`. `capacity`: returns, for a pod's name, how many
-        tokens its cache and one block hold, or None if the pod does not tell. `life`: if above 0, the gateway tells
+        tokens fit its cache and one block, or None if the pod does not tell. `life`: if above 0, the gateway tells
         other gateways what it sends to pods that publish nothing. `number`: different for each gateway."""
         self.name = policy
         self.takes_reports = publishes

@@ -18,7 +18,7 @@ class RunScheduler(Scheduler):
     _most_steps = 1
 
     def schedule_run(self, max_steps: int) -> StepPlan | None:
-        """Start the next step and return it; None if nothing waits or runs.
+        """Start the next step and return it; None in the cases of `schedule`.
 
         If the step only decodes and nothing waits, it stands for a run of up to `max_steps` steps. The run ends when a
         request reaches its length. If the free blocks do not suffice for the whole run, it is one step."""
@@ -48,7 +48,7 @@ class RunScheduler(Scheduler):
         self._end_oldest_step()
         self._observe(plan, elapsed_s / steps, steps)
         block_size = self._cache.block_size
-        # All requests take their blocks before any request gives blocks back. So do single steps: a step takes its
+        # All requests take their blocks before any request gives blocks back, as in single steps: a step takes its
         # blocks when it begins, and answers end after it.
         for entry, new in alive:
             entry.request.output_tokens.extend(new)
@@ -74,8 +74,8 @@ class RunScheduler(Scheduler):
         ]
 
     def _run_length(self, plan: StepPlan, max_steps: int) -> int:
-        """Return how many equal steps follow until a request may end; 1 if blocks are missing or more must be
-        decided."""
+        """Return how many equal steps follow until a request may end; 1 if blocks are missing, a request waits or the
+        step has a prefill."""
         chunks = plan.chunks
         if max_steps == 1 or self._waiting or not all(chunk.decodes for chunk in chunks):
             return 1

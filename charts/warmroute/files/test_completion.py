@@ -12,9 +12,10 @@ from typing import Any
 import aiohttp
 
 ATTEMPTS = 5
-"""Tries for each model. While there is other traffic, the policy may have good reason to send a request elsewhere."""
+"""Tries for each model. With other traffic, the policy may have good reason to send a request to a pod without the
+prefix."""
 PAUSE_S = 0.5
-"""Seconds between two tries, in which the engine tells what it holds."""
+"""Seconds between two tries, so that the engine can publish what its cache holds."""
 
 
 async def main() -> None:

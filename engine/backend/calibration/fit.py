@@ -28,8 +28,9 @@ class Measured:
 def fit_profile(name: str, steps: Sequence[Measured], kv_tokens: int) -> SimProfile:
     """Return the profile with the least squared relative error and no negative constant.
 
-    In the formula of `profiles.py`, steps of few tokens take the floor w0, and larger ones a + c1 * T_new. Every size
-    at which the floor may end is tried; the rest is non-negative least squares. Raises ValueError without steps.
+    In the formula of `profiles.py`, steps of few tokens take the floor w0, and larger ones a + c1 * T_new. For every
+    size at which the floor may end, the constants are found by non-negative least squares. Raises ValueError without
+    steps.
     """
     if not steps:
         raise ValueError("a profile needs measured steps")
@@ -52,7 +53,7 @@ def relative_errors(profile: SimProfile, steps: Sequence[Measured]) -> Floats:
 
 
 def _given_floor(on_floor: npt.NDArray[np.bool_], new_tokens: Floats, rest: Floats, took_ms: Floats) -> Floats:
-    """Return w0, a, c1, c2, c3, c4 for a given set of steps on the floor."""
+    """Return w0, a, c1, c2, c3, c4 if `on_floor` says which steps take the floor w0."""
     line = ~on_floor
     columns = np.column_stack((on_floor, line, line * new_tokens, rest)).astype(np.float64) / took_ms[:, None]
     return _non_negative_least_squares(columns, np.ones(len(took_ms)))

@@ -19,7 +19,8 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 30
 TRIES = 3
 """Tries of a step that seems to take too long."""
 LARGEST_STEP = 1 / 100
-"""Longest step, as a share of the time for measuring. Most steps are far shorter, so some 50 shapes run three times."""
+"""Longest step, as a share of the time for measuring. Most steps are far shorter, so there is time to run some 50
+shapes three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,11 @@ async def _bearable(bench: _Bench, limits: Limits, largest_s: float) -> Limits:
 
 
 async def _largest(bench: _Bench, shapes: Iterator[Shape], largest_s: float) -> Shape:
-    """Run these growing steps up to one that takes longer than `largest_s`. Return the one before it, at least the
-    first."""
+    """Run these growing steps until one takes longer than `largest_s`. Return the step before that one. The first step
+    is always accepted."""
     best = next(shapes, None)
     if best is None:
-        raise ValueError("the KV pool or the model's context is too small to calibrate with: it takes 32 tokens")
+        raise ValueError("the KV pool or the model's context is too small to calibrate with: 32 tokens are needed")
     await bench.step_s(best)
     for shape in shapes:
         await bench.step_s(shape)  # the first step of a size allocates memory

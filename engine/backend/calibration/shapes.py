@@ -77,7 +77,7 @@ def growing_decodes(limits: Limits) -> Iterator[Shape]:
 
 
 def grid(limits: Limits) -> list[Shape]:
-    """Return the steps for the fit: chunks after prefixes, batches of contexts, and some of both."""
+    """Return the steps for the fit: prefill chunks after cached prefixes, decode batches, and some steps with both."""
     cached = (0, *_CONTEXTS[1:])
     prefills = [Shape(cached=p, chunk=t) for t in _CHUNKS for p in cached]
     decodes = [Shape(decodes=n, context=c) for n in _BATCHES for c in _CONTEXTS]

@@ -21,8 +21,8 @@ class AttentionKernels(Protocol):
     """
 
     def begin(self, step: StepTensors) -> None:
-        """Prepare for the layers of `step`. For a step without prefill it reads and writes nothing, so that the step
-        may be captured in a CUDA graph."""
+        """Prepare for the layers of `step`. For a step without prefill this call reads and writes nothing, so that the
+        step may be captured in a CUDA graph."""
 
     def prefill(self, layer: int, q: Tensor, pool: Tensor, out: Tensor, tensors: PrefillTensors) -> None:
         """Attend for chunks of prompts. `tensors` is the prefill part of the step given to `begin`."""

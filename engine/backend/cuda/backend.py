@@ -119,8 +119,8 @@ class CudaBackend:
     def capture_graphs(self, max_batch: int, limit_bytes: int) -> None:
         """Make decode steps of up to `max_batch` sequences run as CUDA graphs. Call it before the first `run`.
 
-        It runs on the launching thread: the graphs hold the address of that thread's cuBLAS workspace, which exists as
-        long as the thread.
+        The launching thread captures them: the graphs hold the address of that thread's cuBLAS workspace, which exists
+        as long as the thread.
         """
         device, forward, pool = self._device, self._forward, self.pool.data
         widths = self._widths  # a reference to self would be a cycle that keeps the pool alive

@@ -18,8 +18,8 @@ from engine.sched.plan import PENDING, SequenceChunk
 _MIN_TABLE_TOKENS = 1024
 _FINE_TABLE_TOKENS = 8192
 """Tokens up to which table widths double; beyond they quadruple. There are few widths, because each needs its own grid
-and CUDA graph. Up to here a wider table makes the decode kernel launch more programs for each row, and with a short
-sequence most of them have nothing to do."""
+and CUDA graph. Up to this width a wider table makes the decode kernel launch more programs for each row, and with a
+short sequence most of these programs have nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

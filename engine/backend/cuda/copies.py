@@ -1,7 +1,7 @@
 """The host tier's memory, and the engines that copy KV blocks between it and the pool.
 
-Both sides are block-major across layers, so a block is one piece, and neighbouring blocks are one piece too. A run is
-one copy by the device's copy engine, which takes no multiprocessor from the steps.
+Both sides are block-major across layers, so a block is one piece, and so is a run of neighbouring blocks. The device's
+copy engine moves a run in one copy, which takes no multiprocessor from the steps.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _CudaJob:
     job: Sequence[BlockRun]
 
     def ended(self) -> EndedJob | None:
-        """See `RunningJob.ended`. An error of the card counts for all runs: it does not say which one failed."""
+        """See `RunningJob.ended`. An error of the card fails all runs, because it does not say which run failed."""
         try:
             with torch.cuda.device(self.device):  # otherwise a thread would open a context on the first card
                 if not self.end.query():  # type: ignore[no-untyped-call]

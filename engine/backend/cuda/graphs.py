@@ -117,7 +117,7 @@ class Graphs:
             logits = self._forward(step)
 
         graph = self._device.capture(work)
-        graph.replay()  # the first replay uploads the graph; here no request waits, and a lack of memory shows
+        graph.replay()  # the first replay uploads the graph: a lack of memory shows now, while no request waits
         self._device.synchronize()
         self._captured[shape] = graph, logits
 

@@ -26,8 +26,8 @@ card."""
 
 
 class Round(NamedTuple):
-    """One launch: ranges of rows of `tiles` and of `merged`, each without its last row. Either all tiles of a launch
-    are cut along the keys, or none is and its range of `merged` is empty."""
+    """One launch: half-open ranges of rows of `tiles` and of `merged`. Either all tiles of a launch are cut along the
+    keys, or none is cut and the range of `merged` is empty."""
 
     first_tile: int
     last_tile: int

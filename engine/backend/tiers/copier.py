@@ -237,7 +237,7 @@ class BlockCopier:
                     self._start(lane, copy, job, blocks)
 
     def _fits(self, lane: _Lane, blocks: int) -> bool:
-        """Return whether a job of this many blocks is within the bound. A single job of any size always is."""
+        """Return whether a further job of this many blocks is within the bound. With none in flight, any size fits."""
         in_flight_bytes = (lane.in_flight_blocks + blocks) * self._engine.block_bytes
         return not lane.in_flight or in_flight_bytes <= self._limits.in_flight_bytes
 

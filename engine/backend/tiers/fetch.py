@@ -130,8 +130,9 @@ def _candidates(prefill: Prefill, held: Held) -> set[int]:
 
 
 def _before_steps(prefill: Prefill, held: Held, ends: set[int]) -> set[int]:
-    """Return how many blocks have arrived when a step of other requests ends, for the last such end before and the
-    first after the arrival of each of `ends`. A block that arrives during such a step is not used before its end."""
+    """Return how many blocks have arrived at certain times. For each number in `ends`, these are the last end of a step
+    of other requests before that many blocks have arrived, and the first such end afterwards. A block that arrives
+    during such a step is not used before the step ends."""
     if prefill.further_s < _SHORTEST_S or held.block_s <= 0:
         return set()
     found: set[int] = set()

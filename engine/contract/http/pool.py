@@ -95,7 +95,8 @@ class Pool:
         return self._fresh.pop() if self._fresh else None
 
     def missing(self, fades: float) -> int:
-        """Return the recent peak of use less the present connections, at least 0. Each call fades the peak."""
+        """Return the recent peak of use less the present connections that are not too old, at least 0. Each call fades
+        the peak."""
         now_s = self.clock()
         self._tidy(now_s)
         self._peak *= fades

@@ -13,7 +13,7 @@ SAMPLED = 1
 RANDOM = 2
 """Flag of level 2: the last 56 bits of the trace id are random, so a sampler may use them."""
 MAX_STATE_CHARS = 512
-"""Length that every participant must pass on. A longer state is dropped whole, as the standard allows."""
+"""Length of a `tracestate` that everyone must pass on. A longer one is dropped whole, as the standard allows."""
 # A later version may have more fields after another dash. Version ff and ids of zeros are invalid.
 _PARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[\x21-\x7e]*)?"

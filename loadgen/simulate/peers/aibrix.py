@@ -17,8 +17,9 @@ BLOCKS = 200_000
 
 class AibrixPrefixCache(Peer):
     """If the busiest and the idlest pod differ by more than 8 running requests, choose the idlest. Otherwise sort the
-    pods that match by matched share, then by requests, and choose the first with at most mean + 1 standard deviation of
-    requests. If no pod qualifies, choose the idlest. The table holds what this router sent in the last 20 minutes."""
+    pods with a cached prefix by the length of that prefix, then by requests, and choose the first with at most mean + 1
+    standard deviation of requests. If no pod qualifies, choose the idlest. The table holds what this router sent in the
+    last 20 minutes."""
 
     name = "aibrix_prefix_cache"
 

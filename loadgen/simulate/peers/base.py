@@ -102,7 +102,7 @@ class Peer:
 
 
 class History:
-    """Prefixes that a router sent to pods; evicts the least recently used beyond `limit` keys, and those older than
+    """Prefixes that a router sent to pods. Evicts a pod's least recently used keys beyond `limit`, and keys older than
     `max_age_s`."""
 
     def __init__(self, limit: int, max_age_s: float = float("inf")) -> None:

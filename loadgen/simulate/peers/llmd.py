@@ -19,7 +19,7 @@ SPECULATIVE_S = 2.0
 
 class LlmD(Peer):
     """Chooses the highest sum of weight x score. The scores: prefix = matched / total blocks;
-    queue = (max - q) / (max - min); kv = 1 - usage."""
+    queue = (max - q) / (max - min) for q waiting requests; kv = 1 - usage."""
 
     scrape_s = SCRAPE_S
 

@@ -69,7 +69,8 @@ class SmgLeastLoad(Peer):
     use. Polls every 10 s.
 
     A waiting request is taken as 1,024 tokens, and the throughput as 2,000 tokens/s: the published substitutes for
-    gauges that an engine lacks. Before the first poll, choose the fewest requests in flight."""
+    gauges that an engine lacks. Before the first poll, choose the fewest requests in flight. A worker that joined since
+    the poll counts as the least waiting worker, with its requests in flight in addition."""
 
     name = "smg_least_load"
     scrape_s = POLL_S

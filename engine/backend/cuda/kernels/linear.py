@@ -33,7 +33,7 @@ class ProductLaunch:
     """How a product is cut and run on one generation of cards."""
 
     tile: int
-    """Outputs of a program: few enough that a product of 4,096 has a program for each multiprocessor of an H200."""
+    """Outputs of a program. With 32, a product with 4,096 outputs occupies nearly all multiprocessors of an H200."""
     depth: int
     """Inputs processed at a time: 256 bytes of each row."""
     stages: int
