@@ -1,4 +1,4 @@
-"""Microseconds in which the queue checks the pods, for a request that need not wait:
+"""How many microseconds the queue takes to check the pods for a request that need not wait:
 `python -m tests.bench.bench_line`.
 
 Between two checks a request is sent, answered and ended on one of the pods.
@@ -19,7 +19,7 @@ LOOKS = 3000
 
 
 def look_us(pods: int, most: int) -> float:
-    """Return the median if a pod gets at most `most` requests; 0: no such limit."""
+    """Return the median time of a check if a pod gets at most `most` requests; 0: no such limit."""
     fleet = tuple(Pod(f"http://pod-{i}:80", PodIdentity(PodId(f"pod-{i}"), None, ())) for i in range(pods))
     line, now_s, times_us = Line(LineLimits(10, 1000, most)), 100.0, []
     for number in range(LOOKS):

@@ -2,10 +2,10 @@
 
 The bench has a real Redis server. Simulated engines send the commands that `engine.publish` sends, each over its own
 connection. One process has a gateway's real fleet, reader and index; another has only the reads of further gateways.
-Every figure is CPU seconds per second of the measurement, so a busy machine changes it little.
+`core` is CPU seconds per second of the measurement, so a busy machine changes it little.
 
     idle     every engine publishes heartbeats and nothing else
-    served   `--requests` per second over all engines; each changes the load and the keys of its engine three times
+    served   `--requests` per second over all engines; each changes its engine's load three times, and 32 of its keys
     flat     every engine always has news, so it publishes as many batches as it may
 
 With `--told 0`, the engines publish as in a small fleet, whatever the size of this one.
@@ -75,7 +75,7 @@ class Scene:
     gateways: int
     seconds: float
     probes: str
-    """Address of the server that answers probes, HOST:PORT; empty: probes cost nothing."""
+    """Port of the server that answers probes, `wanted` until it has started; empty: probes cost nothing."""
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------

@@ -39,6 +39,6 @@ def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Progr
 
 @pytest.fixture
 async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
-    # A gateway starts with what the previous gateway learnt about the model, here from another test's texts.
+    # Otherwise a gateway starts with what the previous one learnt about the model, here from another test's texts.
     async with gateway_before(*sim_engines, share_beliefs=False) as stack:
         yield stack

@@ -83,7 +83,7 @@ def test_prompts_of_several_tiles(dtype: str, window: int | None, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
-    """All six heads share one KV head, so a decode multiplies more rows than the smallest matrix product has."""
+    """All six query heads share one KV head. So a decode multiplies six rows, more than the least of `HEIGHTS`."""
     model = loaded("Qwen3", tmp_path_factory.mktemp("wide"), head_dim=16, num_key_value_heads=1)
     return TorchBackend(model, block_count=200, block_size=BLOCK_SIZE, exact=True)
 
@@ -218,7 +218,7 @@ def test_heights_that_sum_in_another_order_are_left_out() -> None:
 def test_a_library_that_agrees_with_itself_at_few_rows_alone(
     agreed: tuple[int, ...], kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each KV head has six query heads, or three. This may be more rows than the library's agreeing products have."""
+    """A KV head has a group of six or three query heads. If the library agrees only at fewer rows, the group is cut."""
     model = loaded("Qwen3", tmp_path, head_dim=16, num_key_value_heads=kv_heads)
     plain = TorchBackend(model, block_count=80, block_size=BLOCK_SIZE)
     prompt = tokens(KEYS + 22, seed=1)

@@ -118,10 +118,10 @@ def test_a_copy_waits_for_the_steps_it_names_and_others_pass_it() -> None:
 
 
 class TestBugsOfOtherEngines:
-    """Silent corruption in other engines: here the fence refuses, or the order is forced."""
+    """Silent corruption in other engines. Here a fence refuses the copy or the step, or the order is forced."""
 
     def test_a_freed_block_is_not_reused_while_it_is_stored(self) -> None:
-        """vLLM 45357 and 52360: a store read blocks that a step wrote again after preemption had freed them."""
+        """vLLM 45357 and 52360: preemption freed blocks that a store had not yet read, and a step wrote them again."""
         copier, engine, _ = make()
         copier.demote(pairs((3, 0)))
         assert not copier.fences.is_block_idle(3)

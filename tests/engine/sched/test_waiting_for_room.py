@@ -49,7 +49,7 @@ def shown(plan: StepPlan) -> list[tuple[object, ...]]:
 
 
 def request(rng: random.Random, number: int, begun: list[list[int]]) -> Request:
-    """Return a request that mostly has the same beginning as an earlier one."""
+    """Return a request that in most cases begins like an earlier one."""
     prompt = list(rng.choice(begun))[: rng.randint(1, 90)] if begun and rng.random() < 0.7 else []
     prompt += [rng.randrange(3) for _ in range(rng.randint(1, 40))]
     begun.append(prompt)

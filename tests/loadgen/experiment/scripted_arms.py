@@ -43,7 +43,7 @@ class ArmGateway(ScriptedGateway):
     model: str = "scripted"
     scrapable: bool = True
     counters_differ_by: int = 0
-    """Added to each pod's counter of found tokens: this many times its looked-up tokens. Usage does not report them."""
+    """Each pod's counter of hits exceeds the cached tokens in its usage by this many times its counter of queries."""
     admin_headers: list[Mapping[str, str]] = field(default_factory=list)
     """Headers of the requests for the list of pods."""
     on_reset: Callable[[int], None] = lambda number: None

@@ -33,7 +33,7 @@ Seen = dict[tuple[int, str], tuple[float, int]]
 """(request, 'first' or how it ended) -> (seconds, cached tokens)."""
 
 TICK_S = 0.0011731
-"""Arrivals at multiples of this never coincide with the end of a step, because their order would not be defined."""
+"""Arrivals at multiples of this never coincide with the end of a step: the order of the two would not be defined."""
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 900).map(TICK_S.__mul__), st.integers(0, 600), st.integers(1, 900), st.integers(1, 30)),
     min_size=1,
@@ -85,7 +85,7 @@ def real(spec: PodSpec, arrivals: Sequence[Arrival]) -> Seen:
         users = []
         for number, arrival in enumerate(arrivals):
             if (wait_s := start_s + arrival[0] - clock()) > 1e-9:
-                await asyncio.sleep(wait_s)  # timers of one moment would fire in any order
+                await asyncio.sleep(wait_s)  # timers for the same moment would fire in any order
             users.append(asyncio.create_task(user(number, arrival)))
         await asyncio.gather(*users)
         task.cancel()
@@ -99,7 +99,7 @@ def real(spec: PodSpec, arrivals: Sequence[Arrival]) -> Seen:
 @given(ARRIVALS, st.sampled_from([1600, SPEC.kv_tokens]))
 @settings(max_examples=30, deadline=None)
 def test_an_emulated_pod_takes_the_time_of_the_real_engine(arrivals: list[Arrival], kv_tokens: int) -> None:
-    """This includes requests of one moment that share a step, and running requests that take each other's blocks."""
+    """This includes simultaneous requests that share a step, and running requests that take each other's blocks."""
     spec = replace(SPEC, kv_tokens=kv_tokens)
     ours, theirs = emulated(spec, arrivals), real(spec, arrivals)
     assert ours.keys() == theirs.keys()

@@ -1,4 +1,4 @@
-"""Paths without prefixes: requests go to the least loaded pod that knows the path, and limits and accounts apply."""
+"""Paths without prefixes: requests go to the least loaded pod that knows the path; and which other paths pass."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def test_a_kept_connection_that_ends_as_it_is_used_costs_a_second_sending_
 
 @pytest.mark.parametrize("said", [b"", b"H"])
 async def test_nothing_is_sent_twice_that_may_have_been_read(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request is not sent again if it is late, after a byte of an answer, or on a new connection."""
+    """A request is not sent again if its connection is lost late, or after a byte of the answer, or was a new one."""
     if not said:
         monkeypatch.setattr(engine_client, "STALE_S", -1.0)  # even an immediate end of the connection is too late
 

@@ -33,7 +33,7 @@ RANK = headers.DATA_PARALLEL_RANK
 
 
 class MeteredEngine(ScriptedEngine):
-    """A scripted engine with `/metrics`. `narrow`: the path with a slash writes only the named metrics."""
+    """A scripted engine with `/metrics`. `narrow`: `/metrics/` writes only the metrics that the query names."""
 
     def __init__(self, page: bytes | Page, *, owner: str = "vllm", narrow: bool = True) -> None:
         super().__init__(None, streams([event("a"), usage_event(10, 1, 0)]))
