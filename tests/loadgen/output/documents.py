@@ -5,7 +5,6 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 VOID = {"meta", "link", "br", "hr", "wbr"}
-SVG_ALONE = {"path", "use", "rect", "circle", "line", "polyline", "polygon", "stop"}
 
 
 class Document(HTMLParser):

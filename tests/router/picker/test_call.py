@@ -390,6 +390,7 @@ async def test_nothing_is_left_behind_whatever_is_said_in_whatever_order() -> No
             assert gateway.app[ADMISSION].in_flight == gateway.app[ADMISSION].body_bytes == 0
             assert sum(in_flight(gateway).values()) == 0
         assert 0 < len(recorded) <= begun
+        assert len({id(exchange) for exchange in recorded}) == len(recorded), "one is recorded twice"
         assert {200, 400, 404, 499, 500, 503} <= statuses
 
 
