@@ -111,8 +111,8 @@ class Link:
 
     def worthwhile(self, sequence: CachedSequence, cost: StepCost) -> int:
         """Return how many leading blocks are worth copying down. These are all blocks if computing the last one again
-        takes longer than copying it in the slower direction, else those up to the last block that was used twice. While
-        a rate or the cost is not known, all blocks are worth it."""
+        takes longer than copying it in the slower direction, else those up to the last block used more than once.
+        While a rate or the cost is not known, all blocks are worth it."""
         size, nodes = self.upper.block_size, sequence.nodes
         down, up = (self.copier.bytes_per_s(direction) for direction in Direction)
         if down is None or up is None or not cost.token_s:
@@ -183,7 +183,7 @@ def labels(sequence: CachedSequence, start: int = 0) -> Iterator[Label]:
 
 
 def leading(pairs: Sequence[BlockPair], end: FinishedCopy) -> int:
-    """Return how many of the first pairs asked for have arrived without a gap."""
+    """Return how many of the pairs asked for have arrived, counted from the first up to the first gap."""
     if not end.dropped:
         return len(pairs)
     done = set(end.done)

@@ -24,7 +24,7 @@ _MILLISECONDS_FROM = 1e11
 """An epoch above this is in milliseconds; in seconds it would be the year 5138."""
 _PEEK_LINES = 200
 _MOST_TOKENS = 2**31
-"""A line of a trace with a longer prompt is skipped: sums over all prompts could be infinite."""
+"""A line of a trace with a longer prompt is skipped; otherwise sums over all prompts could be infinite."""
 
 
 class UnusableLog(Exception):
@@ -96,9 +96,9 @@ class Source:
         try:
             size = max(self.path.stat().st_size, 1)
             with self.path.open("rb") as raw:
-                # One buffer between file and lines: its position tells how much has been read, compressed or not.
+                # The position in `raw` tells how much of the file has been read, whether it is compressed or not.
                 file = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if self.path.suffix == ".gz" else raw
-                if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # some programs of Windows write it
+                if file.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):  # some Windows programs write one
                     file.read(len(codecs.BOM_UTF8))
                 first = file.peek(64).lstrip()[:1]
                 if first == b"[":

@@ -126,18 +126,17 @@ def _brief(summary: Summary) -> Summary:
 def _method(arms: int) -> dict[str, str]:
     return {
         "contrast": "an arm compared with the baseline over requests paired by round, session and turn. Means: requests"
-        " that both completed. Percentiles and goodput: all requests of sessions that both began, failed ones count"
+        " that both completed. Percentiles and goodput: all requests of sessions that both began; failed ones count"
         " as infinitely slow",
-        "interval": f"{joint_confidence(arms):.2%} of each, so that those of one metric hold for all arms together in"
-        f" {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions in them, widened by"
-        " Student's t for few sessions and for differences between blocks that their sessions do not explain. With one"
-        " round it covers only sessions",
+        "interval": f"{joint_confidence(arms):.2%} confidence for each interval, so that those of one metric hold for"
+        f" all arms together in {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions"
+        " in them, widened by Student's t for few sessions and for differences between blocks that their sessions do"
+        " not explain. With one round it covers only sessions",
         "judgement": f"better or worse if the ratio's interval excludes 1 and the effect is at least"
         f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",
         "validity": "an arm is invalid if the generator's lag may have moved the logarithm of the ratio of mean TTFT"
-        f" by more than {MAX_LAG_SHARE:.0%} of the effect that is claimed (of the factor if the effect is larger; of"
-        f" the means if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half the interval,"
-        f" or by more than {MOST_LAG_SHARE:.0%} of the means. The"
-        f" lag counts {LATE_TWICE:g} times, because reading is about as late as sending, and the other"
-        " arm is assumed to have none",
+        f" by more than {MAX_LAG_SHARE:.0%} of the size of the logarithm that is claimed (taken as 1 if it is larger,"
+        f" or if no difference is claimed) and by more than {SHARE_OF_INTERVAL:.0%} of half its interval, or by more"
+        f" than {MOST_LAG_SHARE:g}. The lag counts {LATE_TWICE:g} times, because reading is about as late as sending,"
+        " and the other arm is assumed to have none",
     }

@@ -74,7 +74,7 @@ class PoolDiscovery:
             await asyncio.gather(*ending, return_exceptions=True)
 
     def status(self) -> DiscoveryStatus:
-        """Return the older of two statuses, the pool's and its pods'. It is synced once the pods are known."""
+        """Return one status of the pool and its pods, synced at the older time, and once the pods are known."""
         pool = self._pools.status()
         pods = [one.pods.status() for one in self._followed]
         known = [one.pods.status().synced_at_s for one in self._followed if one.found is not None]

@@ -92,7 +92,7 @@ def new_id() -> str:
 
 
 def id_of(name: object, param: str = FIELD) -> str:
-    """Return the id in `caches/ID`. Raises BadRequest if `name` is no name of a cache."""
+    """Return the id in `caches/ID`. Raises BadRequest if `name` is not the name of a cache."""
     if not isinstance(name, str) or not name.startswith(PREFIX):
         raise BadRequest(f"{param} must be the name of a cache, such as 'caches/5f2b...'", param=param)
     return name.removeprefix(PREFIX)
@@ -172,8 +172,8 @@ def expanded(
 ) -> bytes:
     """Return the body with the contents in front of the request's own messages, and without the name of the cache.
 
-    `mark_s`: if given, ask the engine to keep the contents for the cache's remaining life, in seconds. Raises
-    BadRequest if the request cannot begin with this cache.
+    `mark_s`: the cache's remaining life, in seconds; if given, ask the engine to keep the contents about that long.
+    Raises BadRequest if the request cannot begin with this cache.
     """
     if endpoint not in _ENDPOINTS:
         raise BadRequest(f"{FIELD} is for chats and messages, and not for {endpoint}", param=FIELD)

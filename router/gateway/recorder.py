@@ -29,7 +29,7 @@ MAX_ERROR_CHARS = 1024
 
 
 class Recorder:
-    """Records every request that ends. `observer`: gets each too, if there is one."""
+    """Records every request that ends. `observer`, if there is one, gets each of them too."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Recorder:
     def ended(self, exchange: Exchange, path: str, who: Callable[[], tuple[str | None, str]]) -> None:
         """Record that the request for `path` has ended, whatever its outcome.
 
-        `who` returns the key's id and the client's address; called only if they are logged.
+        `who` returns the key's id and the client's address; it is called only if they are logged.
         """
         last, inbound, first_byte_s = exchange.last, exchange.inbound, exchange.first_byte_s
         if exchange.keeps:

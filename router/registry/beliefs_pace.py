@@ -25,16 +25,16 @@ LINGER_S = 0.001
 """An engine's step brings several first tokens and ends at once: the first of these events waits this long for the
 others of its step. A Routed event does not wait."""
 READ_S = 0.0025
-"""Least mean time between two reads of a gateway. Messages gather in between, because a read costs as much as the work
-on several messages."""
+"""Least mean time between two reads of a gateway. Messages are left to gather in between, because a read costs as much
+as the work on several messages."""
 FEW_READERS = 4
 """With more gateways, `READ_S` grows with their number: together they read 1,600 times a second at most, which takes
 some 3 % of a core of Redis."""
 
 
 def rest_s(gateways: int) -> float:
-    """Return the seconds between two messages of a gateway if the second has no Routed. `gateways`: this one
-    included."""
+    """Return the seconds between two messages of a gateway if the second has no Routed event. `gateways`: this
+    one included."""
     return REST_S * math.sqrt(max(1.0, gateways / FEW_GATEWAYS))
 
 
@@ -62,7 +62,7 @@ class Pace:
     def due_s(self, oldest_s: float | None, oldest_routed_s: float | None, gateways: int) -> float:
         """Return when to send the next message; infinite while there is nothing to tell.
 
-        `oldest_s`: when the first event that is not told came. `oldest_routed_s`: the same for Routed events. None:
+        `oldest_s`: when the oldest event not yet told came. `oldest_routed_s`: the same for Routed events. None:
         there is none.
         """
         due = math.inf

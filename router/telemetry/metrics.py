@@ -246,8 +246,9 @@ class Metrics:
         registry.register(self._kv_events)
         self._kv_event_streams = Gauge(
             "warmroute_gateway_kv_event_streams",
-            "Engines whose KV events are to be followed, by state: following; waiting for the first block of a request "
-            "from here; no_sessions: the engine is too old to tell a block's session; unheard",
+            "Engines whose KV events are to be followed, by state (following; waiting: for the first block of a "
+            "request that this gateway sent; no_sessions: the engine is too old to tell a block's session; unheard: "
+            "no connection, or missed batches are still being replayed)",
             ("state",),
             registry=registry,
         )
@@ -277,7 +278,7 @@ class Metrics:
         )
         self._metrics_reads = Tally(
             "warmroute_gateway_engine_metrics_reads",
-            "Readings of engines' own metrics (read: well, late: none within a second, failed: another error, "
+            "Readings of engines' own metrics (read: success, late: no answer within a second, failed: another error, "
             "protected: no key for them, none: no known metrics, odd: more than 4 MiB)",
             ("outcome",),
         )
