@@ -208,12 +208,17 @@ class Pins:
         elif block != NO_BLOCK:
             pin.end = block
             self._ends[block] = pin
+        self._tidy()
         return dropped
 
     def _end(self, pin: _Pin, *, was_wanted: bool = True) -> None:
         """Drop the blocks that no other pin covers, from the last to the first."""
         pin.is_over = True
         self._drop(pin, len(self._following), was_wanted=was_wanted)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget the heap's entries of pins that are over, if there are too many."""
         if len(self._due) > 2 * len(self._ends) + _SLACK:
             self._due = [(pin.until_s, number, pin) for _, number, pin in self._due if not pin.is_over]
             self._due.sort()

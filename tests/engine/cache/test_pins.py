@@ -376,3 +376,16 @@ def test_many_renewals_leave_nothing_behind() -> None:
     cache.advance(1000)
     assert len(cache.pins) == 0
     assert len(cache.pins._due) == 0
+
+
+def test_pins_that_are_given_up_leave_nothing_behind() -> None:
+    """Their time is far from over when they go."""
+    cache = cache_of(64, 32)
+    for i in range(400):
+        sequence = serve(cache, [i % 7] * 8)
+        assert sequence is not None
+        cache.keep(sequence, 4, 3600.0)
+        cache.release(sequence)
+        assert cache.pins.give_up(4) == 4
+    assert len(cache.pins) == 0
+    assert len(cache.pins._due) <= 64
