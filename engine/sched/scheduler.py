@@ -349,7 +349,9 @@ class Scheduler:
     def _starts_without_pins(self, entry: Entry, expected_hits: int) -> bool:
         """Like `_start`, after ending pins for it."""
         reserve = self._reserve()
-        can = self._retention.yields(entry, expected_hits, reserve, is_alone=not self._running)
+        # A step in progress may hold blocks of requests that have ended: they are given back soon without ending pins.
+        is_alone = not self._running and not self._steps
+        can = self._retention.yields(entry, expected_hits, reserve, is_alone=is_alone)
         if can and self._start(entry, expected_hits):
             return True
         lacked = self._cache.lacks(entry.sequence, entry.known_tokens, reserve)
