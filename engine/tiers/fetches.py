@@ -100,6 +100,11 @@ class Fetch:
         return not self._copies
 
     @property
+    def holds_pool(self) -> bool:
+        """Whether it holds blocks of the pool."""
+        return 0 not in self._released
+
+    @property
     def landed_tokens(self) -> int:
         """Number of leading tokens of the prompt whose KV is in the pool."""
         return (self.first + self.landed) * self.block_size

@@ -237,12 +237,22 @@ class Tiers:
             if not self._hides:
                 self._go_down()
 
-    def make_room(self) -> None:
+    def make_room(self) -> bool:
         """See `LowerTiers.make_room`."""
+        before = self._pool.pool.available
         self._links[0].cancel_demotions()
         for leaving in (*self._leaving, *self._copying):
             if not leaving.depth:
                 leaving.cut_short()
+        self._take_in(self._links[0])
+        self._go_down()
+        return self._pool.pool.available > before
+
+    @property
+    def holds_blocks(self) -> bool:
+        """See `LowerTiers.holds_blocks`."""
+        leaving = any(not leaving.depth for leaving in (*self._leaving, *self._copying))
+        return leaving or any(fetch.holds_pool for fetch in (*self._fetches.values(), *self._left))
 
     def fetch_costs(self) -> FetchCosts:
         """See `LowerTiers.fetch_costs`. If the speed of a tier or of one above it is not known, its cost is empty."""
