@@ -485,8 +485,10 @@ class Tiers:
             upper.release(sequence)
         else:
             link = self._links[depth]
-            has_room = link.has_room(self._clock())
-            self._leaving.append(Leaving(depth, link, upper, sequence, has_room=has_room, landed=self._landed))
+            has_room, spoilt = link.has_room(self._clock()), self._links[depth - 1].spoilt if depth else frozenset()
+            self._leaving.append(
+                Leaving(depth, link, upper, sequence, has_room=has_room, spoilt=spoilt, landed=self._landed)
+            )
 
     def _landed(self, leaving: Leaving) -> None:
         """Look at these blocks with the next `_go_down`, because one of their copies has ended."""
