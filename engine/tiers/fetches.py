@@ -201,6 +201,8 @@ class Fetch:
             return
         self._committed[depth] = at
         self.links[depth].upper.commit(self.sequences[depth], at * self.block_size)
+        if depth:  # they were written just now
+            self.links[depth - 1].spoilt.difference_update(self.sequences[depth].blocks[before:at])
         if not depth:
             self.landed = at - self.first
         elif not self.is_given_up and at > (start := max(before, self._committed[depth - 1])):
