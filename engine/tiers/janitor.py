@@ -58,9 +58,10 @@ class LostTurn(Exception):
 class Janitor:
     """Sweeps a shared folder of `max_bytes`. Every call may take as long as the file system takes."""
 
-    def __init__(self, root: Path, max_bytes: int, name: str) -> None:
-        """`name`: a name that no other engine has."""
-        self._root, self._max_bytes, self._name = root, max_bytes, name
+    def __init__(self, root: Path, max_bytes: int, name: str, *, file_bytes: int = 0) -> None:
+        """`name`: a name that no other engine has; `file_bytes`: room for a file of this size must be left."""
+        self._root, self._name = root, name
+        self._full_bytes, self._fill_bytes = (min(share * max_bytes, max_bytes - file_bytes) for share in (FULL, FILL))
         self._lock = root / _LOCK
         self._files = 0
 
@@ -94,10 +95,10 @@ class Janitor:
                         parents[key] = (folder.name, parent)
         held_bytes = sum(file.size for file in files.values())
         evicted = 0
-        if held_bytes > FULL * self._max_bytes:
+        if held_bytes > self._full_bytes:
             for key in by_use({key: file.used_s for key, file in files.items()}, parents):
                 file = files[key]
-                if held_bytes <= FILL * self._max_bytes:
+                if held_bytes <= self._fill_bytes:
                     break
                 with suppress(FileNotFoundError):
                     os.unlink(file.path)

@@ -307,6 +307,21 @@ def test_nothing_is_written_beyond_the_bytes_that_the_folder_may_hold(tmp_path: 
     assert len(asked) == folder.events[Event.FULL] == DEPTH - 2
 
 
+@pytest.mark.parametrize("files_of_room", [1.0, 1.5, 3.2, 10.6, 18.9, 40.5])
+def test_there_is_always_room_for_one_more_file_after_a_sweep(tmp_path: Path, files_of_room: float) -> None:
+    """Even if the folder's limit is so low that one file is more than the share that a sweep leaves free."""
+    folder = opened(tmp_path)
+    copies = SharedCopies(folder, HostBlocks(memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES), 1)
+    shared = OpenShared(folder, copies, int(files_of_room * FILE_BYTES))
+    for number in range(50):
+        shared._sweep()
+        copies.describe(0, Label(sha256(b"%d" % number).digest(), NO_DIGEST, b"content"))
+        copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+        assert len(files(tmp_path)) <= files_of_room
+    shared.close()
+    assert folder.events[Event.STORED] == 50
+
+
 def test_a_folder_whose_lock_is_kept_does_not_grow(tmp_path: Path) -> None:
     """An engine that was killed while it made room keeps the lock for LEASE_S."""
     most = 128 * FILE_BYTES
