@@ -145,7 +145,7 @@ class OpenDisk:
         try:
             fields = json.loads((self.folder / _COST_FILE).read_bytes())
             cost = StepCost(**{name: float(fields[name]) for name in StepCost.__slots__})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return StepCost()
         return cost if all(0 <= seconds <= MAX_STEP_S for seconds in astuple(cost)) else StepCost()
 

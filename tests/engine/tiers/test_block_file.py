@@ -166,7 +166,20 @@ def test_files_of_other_models_make_room(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"base_s": "x"}', b"\xff", b'{"base_s": NaN}', None])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"base_s": "x"}',
+        b"\xff",
+        b'{"base_s": NaN}',
+        b'{"base_s": 1%0400d}' % 0,
+        b"[" * 10**5,
+        None,
+    ],
+)
 def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes | None) -> None:
     disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
     left = StepCost(0.01, 1e-4, 1e-9, 1e-6, 1e-3)
