@@ -75,6 +75,10 @@ class Medium(Protocol):
         """Write the whole buffer."""
         ...
 
+    def resize(self, size: int) -> None:
+        """Cut the file to this size, or add zeros up to it."""
+        ...
+
 
 class FileMedium:
     """A real file."""
@@ -94,6 +98,10 @@ class FileMedium:
         view, done = memoryview(buffer), 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def resize(self, size: int) -> None:
+        """See `Medium.resize`."""
+        os.ftruncate(self._descriptor, size)
 
 
 class BlockDamaged(OSError):
@@ -119,8 +127,10 @@ class BlockFile:
         head = bytearray(HEAD_BYTES)
         return self._medium.read_into(memoryview(head), 0) == HEAD_BYTES and bytes(head) == self._head()
 
-    def write_head(self) -> None:
-        """Write the head of a file of this shape."""
+    def clear(self) -> None:
+        """Make this an empty file of this shape, whatever it held."""
+        self._medium.resize(0)
+        self._medium.resize(self.bytes_for(self.shape))
         self._medium.write(self._head(), 0)
 
     def write(self, slot: int, label: Label, kv: memoryview) -> None:
@@ -186,9 +196,7 @@ def open_file(path: Path, shape: Shape) -> tuple[BlockFile, int, bool]:
         is_new = os.fstat(descriptor).st_size == 0
         is_foreign = not is_new and not file.is_of_this_shape()
         if is_new or is_foreign:
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, BlockFile.bytes_for(shape))
-            file.write_head()
+            file.clear()
     except BaseException:
         os.close(descriptor)
         raise

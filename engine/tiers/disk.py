@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 SUFFIX = ".warmroute-kv"
 _COST_FILE = "step-cost.json"
 _TRIAL_BYTES = 8 * 2**20
+_CLOSE_S = 1.0
+"""Seconds that a reset may take to reach the file when the engine stops."""
 
 
 class DiskCopies:
@@ -44,10 +47,42 @@ class DiskCopies:
         """By block: what it holds, or will hold once its copy has ended."""
         self._found = dict(file.labels())
         """Slot -> label found there at the start, until it is indexed."""
+        self._writing = threading.Lock()
+        """Held while a block is written or the file is emptied."""
+        self._resets = self._emptied = 0
+        """Number of resets, and how many of them have reached the file."""
+        self._emptying: threading.Thread | None = None
 
     def describe(self, block: int, label: Label) -> None:
         """Note what the block will hold. Call this before asking for its copy."""
         self._labels[block] = label
+
+    def reset(self) -> None:
+        """Forget all blocks. The file is emptied on another thread, so that no later engine finds them in it."""
+        self._labels[:] = [None] * self.host_slots
+        self._resets += 1
+        if self._emptying is None or not self._emptying.is_alive():  # one that waits for a hanging disk is enough
+            self._emptying = threading.Thread(target=self.finish_resets, name="disk-tier-reset", daemon=True)
+            self._emptying.start()
+
+    def finish_resets(self, wait_s: float = -1) -> None:
+        """Empty the file if a reset asks for it. `wait_s`: seconds to wait for a block that is being written; negative:
+        any time."""
+        if not self._writing.acquire(timeout=wait_s):
+            log.error("disk tier: the file cannot be emptied as a reset has asked: it does not answer")
+            return
+        try:
+            self._empty()
+        except OSError as error:
+            log.error("disk tier: the file cannot be emptied as a reset has asked: %s", error)
+        finally:
+            self._writing.release()
+
+    def _empty(self) -> None:
+        """Empty the file if a reset has not reached it yet."""
+        while self._emptied < (resets := self._resets):
+            self._file.clear()
+            self._emptied = resets
 
     def move(self, run: BlockRun) -> Moved:
         """See `BlockMover.move`."""
@@ -114,10 +149,14 @@ class DiskCopies:
         return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def _write(self, block: int, kv: memoryview) -> None:
-        label = self._labels[block]
-        if label is None or not label.fits:
-            raise OSError("the block's label does not fit its slot")
-        self._file.write(self._slots[block], label, kv)
+        with self._writing:
+            self._empty()
+            label = self._labels[block]
+            if label is None:
+                raise OSError("the cache was reset meanwhile")
+            if not label.fits:
+                raise OSError("the block's label does not fit its slot")
+            self._file.write(self._slots[block], label, kv)
 
     def _read(self, block: int, kv: memoryview) -> None:
         label = self._labels[block]
@@ -137,7 +176,8 @@ class OpenDisk:
     """Number of removed files: those of other models, versions and sizes, and damaged ones."""
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Give up the lock. Blocks for `_CLOSE_S` at most."""
+        self.copies.finish_resets(_CLOSE_S)
         os.close(self.descriptor)
 
     def read_cost(self) -> StepCost:

@@ -269,7 +269,7 @@ class Tiers:
     def reset(self) -> None:
         """See `LowerTiers.reset`. Copies under way end, and what they bring is not indexed."""
         for link in self._links:
-            link.lower.reset()
+            link.reset()
         for leaving in (*self._leaving, *self._copying):
             leaving.cut_short()
         for request_id, fetch in tuple(self._fetches.items()):

@@ -33,7 +33,7 @@ from engine.tiers.block_file import (
     Shape,
     open_file,
 )
-from engine.tiers.disk import SUFFIX, DiskCopies, open_disk
+from engine.tiers.disk import SUFFIX, DiskCopies, OpenDisk, open_disk
 from engine.tiers.link import labels
 
 SLOTS, BLOCK_BYTES, BLOCK_SIZE = 6, 64, 4
@@ -194,6 +194,39 @@ def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes 
     disk.close()
 
 
+def test_a_reset_empties_the_file_and_what_was_described_before_is_not_written(tmp_path: Path) -> None:
+    def reopened() -> tuple[OpenDisk, PrefixCache]:
+        disk = open_disk(tmp_path, SHAPE, memory)
+        index = PrefixCache(SLOTS, BLOCK_SIZE)
+        disk.copies.restore(index)
+        return disk, index
+
+    old, new = label(1), label(2)
+    memory = memoryview(bytearray(SLOTS * BLOCK_BYTES))
+    disk, _ = reopened()
+    for block in (0, 1):
+        memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = kv_of(old.digest)
+        disk.copies.describe(block, old)
+    disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    disk.copies.reset()
+    with pytest.raises(CopyError, match="reset"):
+        disk.copies.move(BlockRun(Direction.DEMOTE, 1, 1, 1))
+    with pytest.raises(CopyError, match="nothing is known"):
+        disk.copies.move(BlockRun(Direction.PROMOTE, 0, 0, 1))
+    disk.copies.describe(2, new)
+    disk.copies.move(BlockRun(Direction.DEMOTE, 2, 2, 1))
+    disk.copies.finish_resets()
+    disk.close()
+    disk, index = reopened()
+    assert index.has(new.digest)
+    assert index.indexed_blocks == 1
+    disk.copies.reset()
+    disk.close()
+    disk, index = reopened()
+    assert index.indexed_blocks == 0
+    disk.close()
+
+
 class FaultyMedium(FileMedium):
     """A disk on which the operations that a test names fail."""
 
@@ -216,6 +249,26 @@ class FaultyMedium(FileMedium):
         super().write(view[:count], offset)
         if count < len(view):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+    def resize(self, size: int) -> None:
+        if self.fault is not None:
+            raise OSError(self.fault, os.strerror(self.fault))
+        super().resize(size)
+
+
+def test_a_file_that_cannot_be_emptied_is_not_written(tmp_path: Path) -> None:
+    disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
+    file = disk.copies._file
+    medium = file._medium = FaultyMedium(disk.descriptor)
+    medium.fault = errno.EIO
+    disk.copies.reset()
+    disk.copies.describe(0, label(1))
+    with pytest.raises(CopyError, match="Input/output"):
+        disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    medium.fault = None
+    disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    assert len(list(file.labels())) == 1
+    disk.close()
 
 
 @pytest.mark.parametrize("room", [0, 10, BLOCK_BYTES, BLOCK_BYTES + 100, BLOCK_BYTES + LABEL_BYTES - 1])
