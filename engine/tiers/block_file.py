@@ -203,6 +203,18 @@ def open_file(path: Path, shape: Shape) -> tuple[BlockFile, int, bool]:
     return file, descriptor, is_foreign
 
 
+def check_unused(path: Path) -> None:
+    """Raise BlockingIOError if a process uses the file at `path`. A file that cannot be opened counts as unused."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
 def _pack(label: Label, turn: int, kv_sum: bytes) -> bytes:
     keys = struct.pack(f"<{len(label.keys)}Q", *label.keys)
     head = _LABEL.pack(_LABEL_MAGIC, turn, label.digest, label.parent, kv_sum, len(label.content), len(label.keys))

@@ -16,7 +16,7 @@ from engine.backend.tiers.base import BlockRun, CopyError, Direction, Moved
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.load import MAX_STEP_S, StepCost
-from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, open_file
+from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, check_unused, open_file
 
 log = logging.getLogger(__name__)
 
@@ -207,8 +207,10 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{shape.fingerprint[:8].hex()}{SUFFIX}"
-    file, descriptor, is_foreign = open_file(path, shape)
     others = [other for other in folder.glob(f"*{SUFFIX}") if other != path]
+    for other in others:
+        check_unused(other)
+    file, descriptor, is_foreign = open_file(path, shape)
     for other in others:
         log.warning("disk tier: removing %s, which another model or version has left", other)
         other.unlink(missing_ok=True)

@@ -166,6 +166,19 @@ def test_files_of_other_models_make_room(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_a_file_that_an_engine_of_another_model_uses_is_not_removed(tmp_path: Path) -> None:
+    memory, other = memoryview(bytearray(BLOCK_BYTES)), Shape(SLOTS, BLOCK_BYTES, BLOCK_SIZE, b"o" * 32)
+    running = open_disk(tmp_path, SHAPE, memory)
+    with pytest.raises(BlockingIOError):
+        open_disk(tmp_path, other, memory)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+    running.close()
+    successor = open_disk(tmp_path, other, memory)
+    successor.close()
+    assert successor.discarded_files == 1
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
 @pytest.mark.parametrize(
     "content",
     [
