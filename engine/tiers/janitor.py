@@ -8,6 +8,7 @@ it gone, which is a miss, or has it open, which is a hit.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,8 @@ class Janitor:
         self._root, self._name = root, name
         self._full_bytes, self._fill_bytes = (min(share * max_bytes, max_bytes - file_bytes) for share in (FULL, FILL))
         self._lock = root / _LOCK
+        self._mark = b""
+        """What the lock holds in this engine's turn: its name, or nothing if the disk is full."""
         self._files = 0
 
     def sweep(self) -> Swept | None:
@@ -146,10 +149,16 @@ class Janitor:
             descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             return False
+        self._mark = self._name.encode()
         try:
-            os.write(descriptor, self._name.encode())
-        finally:
-            os.close(descriptor)
+            try:
+                os.write(descriptor, self._mark)
+            finally:
+                os.close(descriptor)  # this is when NFS reports what it could not write
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._mark = b""  # the turn must not fail for lack of the room that it is to make
         return True
 
     def _renew(self) -> None:
@@ -161,7 +170,7 @@ class Janitor:
 
     def _is_mine(self) -> bool:
         try:
-            return self._lock.read_bytes() == self._name.encode()
+            return self._lock.read_bytes() == self._mark
         except FileNotFoundError:
             return False
 

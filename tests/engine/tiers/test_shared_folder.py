@@ -322,6 +322,35 @@ def test_there_is_always_room_for_one_more_file_after_a_sweep(tmp_path: Path, fi
     assert folder.events[Event.STORED] == 50
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["write", "close"])
+def test_room_is_made_on_a_disk_that_has_none_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Not even the engine's name can be written into the lock."""
+    folder = opened(tmp_path)
+    for what in CHAIN[0]:
+        store(folder, what)
+
+    def full(descriptor: int, *arguments: Any) -> int:
+        if call == "close":
+            is_empty = not os.fstat(descriptor).st_size
+            os.ftruncate(descriptor, 0)  # what was written is lost
+            real(descriptor)
+            if is_empty:
+                return 0
+        raise OSError(code, os.strerror(code))
+
+    real = getattr(os, call)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        swept = Janitor(tmp_path, 4 * FILE_BYTES, "a").sweep()
+    assert swept is not None
+    assert swept.evicted == DEPTH - 3
+    assert len(files(tmp_path)) == 3
+    assert not (tmp_path / "janitor.lock").exists(), "the turn has ended"
+
+
 def test_a_folder_whose_lock_is_kept_does_not_grow(tmp_path: Path) -> None:
     """An engine that was killed while it made room keeps the lock for LEASE_S."""
     most = 128 * FILE_BYTES
