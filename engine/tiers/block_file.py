@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<8sIQQI32s")
 _LABEL = struct.Struct("<8sQ32s32s16sII")
 _HEAD_MAGIC, _LABEL_MAGIC = b"WARMKVF\0", b"WARMKVB\0"
 _SUM_BYTES = 8
+_CLOSED = -1
 _LABEL_ROOM = LABEL_BYTES - _LABEL.size - _SUM_BYTES
 NO_DIGEST = bytes(32)
 """The parent of a chain's first block."""
@@ -79,6 +80,10 @@ class Medium(Protocol):
         """Cut the file to this size, or add zeros up to it."""
         ...
 
+    def close(self) -> None:
+        """Close the file. From then on every other method raises OSError."""
+        ...
+
 
 class FileMedium:
     """A real file."""
@@ -102,6 +107,11 @@ class FileMedium:
     def resize(self, size: int) -> None:
         """See `Medium.resize`."""
         os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        """See `Medium.close`. The number may soon be that of another file, which a late call must not touch."""
+        descriptor, self._descriptor = self._descriptor, _CLOSED
+        os.close(descriptor)
 
 
 class BlockDamaged(OSError):
@@ -159,6 +169,10 @@ class BlockFile:
             if found is not None:
                 self._turn = max(self._turn, found[0].turn)
                 yield slot, found[0]
+
+    def close(self) -> None:
+        """Close the medium, and give up the file's lock."""
+        self._medium.close()
 
     def _offset(self, slot: int) -> int:
         return HEAD_BYTES + slot * self._stride

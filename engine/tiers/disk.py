@@ -68,6 +68,8 @@ class DiskCopies:
     def finish_resets(self, wait_s: float = -1) -> None:
         """Empty the file if a reset asks for it. `wait_s`: seconds to wait for a block that is being written; negative:
         any time."""
+        if self._emptied == self._resets:
+            return
         if not self._writing.acquire(timeout=wait_s):
             log.error("disk tier: the file cannot be emptied as a reset has asked: it does not answer")
             return
@@ -77,6 +79,10 @@ class DiskCopies:
             log.error("disk tier: the file cannot be emptied as a reset has asked: %s", error)
         finally:
             self._writing.release()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def _empty(self) -> None:
         """Empty the file if a reset has not reached it yet."""
@@ -171,14 +177,13 @@ class OpenDisk:
 
     folder: Path
     copies: DiskCopies
-    descriptor: int
     discarded_files: int
     """Number of removed files: those of other models, versions and sizes, and damaged ones."""
 
     def close(self) -> None:
-        """Give up the lock. Blocks for `_CLOSE_S` at most."""
+        """Close the file, and give up its lock. Blocks for `_CLOSE_S` at most. A copy that still hangs then fails."""
         self.copies.finish_resets(_CLOSE_S)
-        os.close(self.descriptor)
+        self.copies.close()
 
     def read_cost(self) -> StepCost:
         """Return the cost of computing that this folder's last engine stored; all zero if it left nothing valid."""
@@ -210,11 +215,11 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
     others = [other for other in folder.glob(f"*{SUFFIX}") if other != path]
     for other in others:
         check_unused(other)
-    file, descriptor, is_foreign = open_file(path, shape)
+    file, _, is_foreign = open_file(path, shape)
     for other in others:
         log.warning("disk tier: removing %s, which another model or version has left", other)
         other.unlink(missing_ok=True)
-    return OpenDisk(folder, DiskCopies(file, memory), descriptor, len(others) + is_foreign)
+    return OpenDisk(folder, DiskCopies(file, memory), len(others) + is_foreign)
 
 
 def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:

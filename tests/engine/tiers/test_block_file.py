@@ -269,10 +269,22 @@ class FaultyMedium(FileMedium):
         super().resize(size)
 
 
+def test_a_copy_that_hangs_beyond_the_end_writes_into_no_other_file(tmp_path: Path) -> None:
+    disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
+    disk.copies.describe(0, label(1))
+    disk.close()
+    with (tmp_path / "other").open("w+b") as other:  # gets the number of the file that was closed
+        for way in Direction:
+            with pytest.raises(CopyError, match="Bad file descriptor"):
+                disk.copies.move(BlockRun(way, 0, 0, 1))
+        other.seek(0)
+        assert other.read() == b""
+
+
 def test_a_file_that_cannot_be_emptied_is_not_written(tmp_path: Path) -> None:
     disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
     file = disk.copies._file
-    medium = file._medium = FaultyMedium(disk.descriptor)
+    medium = file._medium = FaultyMedium(file._medium._descriptor)  # type: ignore[attr-defined]
     medium.fault = errno.EIO
     disk.copies.reset()
     disk.copies.describe(0, label(1))
