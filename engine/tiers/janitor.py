@@ -1,9 +1,10 @@
 """Keeps a shared folder within its limit: one engine at a time lists all files and removes those used least recently.
 
 A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it has
-not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines
-sweep at once after all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds
-it gone, which is a miss, or has it open, which is a hit.
+not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. A time in the
+future counts like one that is as far in the past: the server's clock was set back. If two engines sweep at once after
+all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds it gone, which is a
+miss, or has it open, which is a hit.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Janitor:
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    if now_s - entry.stat(follow_symlinks=False).st_mtime > TEMPORARY_S:
+                    if abs(now_s - entry.stat(follow_symlinks=False).st_mtime) > TEMPORARY_S:
                         os.unlink(entry.path)
                         removed += 1
         return removed
@@ -139,7 +140,7 @@ class Janitor:
             taken_s = self._lock.stat().st_mtime
         except FileNotFoundError:
             return self._make_lock()
-        if self._now_s() - taken_s <= LEASE_S:
+        if abs(self._now_s() - taken_s) <= LEASE_S:
             return False
         self._lock.unlink(missing_ok=True)
         return self._make_lock()

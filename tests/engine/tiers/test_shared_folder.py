@@ -219,14 +219,16 @@ def test_a_file_that_is_used_says_so(tmp_path: Path) -> None:
         assert path.stat().st_mtime > 1.0
 
 
-def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_s", [LEASE_S + 60, -10 * OLD_S])
+def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Path, late_s: float) -> None:
+    """`late_s`: how old the lock is. It is of the future if the clock was set back since."""
     opened(tmp_path)
     janitors = [Janitor(tmp_path, 10**6, name) for name in "ab"]
     assert janitors[0]._take_turn()
     assert janitors[1].sweep() is None
     lock = tmp_path / "janitor.lock"
-    late_s = time.time() - LEASE_S - 60
-    os.utime(lock, (late_s, late_s))
+    made_s = time.time() - late_s
+    os.utime(lock, (made_s, made_s))
     assert janitors[1].sweep() is not None
     assert not lock.exists()
     assert janitors[1]._take_turn()
@@ -234,13 +236,14 @@ def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Pat
     assert lock.exists(), "an engine does not end another engine's turn"
 
 
-def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_s", [TEMPORARY_S + 60, -10 * OLD_S])
+def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path, late_s: float) -> None:
     folder = opened(tmp_path)
     dead, alive = (folder.path / "tmp" / name for name in ("dead-1", "alive-1"))
     for path in (dead, alive):
         path.write_bytes(b"half")
-    late_s = time.time() - TEMPORARY_S - 60
-    os.utime(dead, (late_s, late_s))
+    made_s = time.time() - late_s
+    os.utime(dead, (made_s, made_s))
     swept = Janitor(tmp_path, 10**6, "a").sweep()
     assert swept is not None
     assert (swept.abandoned, swept.held_bytes) == (1, 0)
