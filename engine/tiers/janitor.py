@@ -91,7 +91,7 @@ class Janitor:
             elif _GENERATION.fullmatch(folder.name):
                 abandoned += self._remove_abandoned(Path(folder.path) / TEMPORARY, now_s)
                 for entry, digest, parent in self._blocks(folder):
-                    with suppress(FileNotFoundError):
+                    with suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
                         # A parent is named by the start of its digest, which is enough to identify it.
                         key = (folder.name, digest[:PARENT_DIGITS])
@@ -104,11 +104,15 @@ class Janitor:
                 file = files[key]
                 if held_bytes <= self._fill_bytes:
                     break
-                with suppress(FileNotFoundError):
+                self._renew()
+                try:
                     os.unlink(file.path)
                     evicted += 1
+                except FileNotFoundError:
+                    pass
+                except OSError:  # it keeps its room; others go instead
+                    continue
                 held_bytes -= file.size
-                self._renew()
         return Swept(held_bytes, evicted, abandoned)
 
     def _blocks(self, generation: os.DirEntry[str]) -> Iterator[tuple[os.DirEntry[str], str, str]]:

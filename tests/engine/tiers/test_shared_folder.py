@@ -219,6 +219,20 @@ def test_a_file_that_is_used_says_so(tmp_path: Path) -> None:
         assert path.stat().st_mtime > 1.0
 
 
+def test_what_cannot_be_removed_keeps_no_other_file_in_the_folder(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    for what in CHAIN[0]:
+        store(folder, what)
+    stuck = folder._path(sha256(b"stuck").digest(), NO_DIGEST)
+    stuck.mkdir(parents=True)
+    os.utime(stuck, (1.0, 1.0))  # it would go first
+    swept = Janitor(tmp_path, 3 * FILE_BYTES, "a").sweep()
+    assert swept is not None
+    assert swept.evicted >= DEPTH - 2
+    assert stuck.exists()
+    assert swept.held_bytes == sum(path.stat().st_size for path in (*files(tmp_path), stuck))
+
+
 @pytest.mark.parametrize("late_s", [LEASE_S + 60, -10 * OLD_S])
 def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Path, late_s: float) -> None:
     """`late_s`: how old the lock is. It is of the future if the clock was set back since."""
