@@ -135,8 +135,7 @@ class Pins:
             for pin in self._soonest():
                 if (missing := before + blocks - self._pool.available) <= 0:
                     break
-                if self._pool.references(pin.end) == 1:
-                    self.given_up += bool(self._shorten(pin, missing))
+                self.given_up += bool(self._shorten(pin, missing, spare_only=True))
             if self._pool.available == found or self._pool.available >= before + blocks:
                 return self._pool.available - before
 
@@ -191,14 +190,15 @@ class Pins:
         pin = self._ends[end] = _Pin(end, salt, lifetime_s, until_s)
         heappush(self._due, (until_s, next(self._numbers), pin))
 
-    def _shorten(self, pin: _Pin, most: int) -> int:
+    def _shorten(self, pin: _Pin, most: int, *, spare_only: bool = False) -> int:
         """Drop the last blocks of the pin, at most `most` and none that another pin covers; return how many.
 
-        From then on the pin covers the rest of the chain. If nothing is left, the pin is over.
+        `spare_only`: also none that has another user. From then on the pin covers the rest of the chain. If nothing is
+        left, the pin is over.
         """
         if pin.is_over:
             return 0
-        block, dropped = self._drop(pin, most)
+        block, dropped = self._drop(pin, most, spare_only=spare_only)
         other = self._ends.get(block)
         if block == NO_BLOCK or other is not None:
             pin.is_over = True
@@ -208,25 +208,32 @@ class Pins:
         elif block != NO_BLOCK:
             pin.end = block
             self._ends[block] = pin
+        self._tidy()
         return dropped
 
     def _end(self, pin: _Pin, *, was_wanted: bool = True) -> None:
         """Drop the blocks that no other pin covers, from the last to the first."""
         pin.is_over = True
         self._drop(pin, len(self._following), was_wanted=was_wanted)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget the heap's entries of pins that are over, if there are too many."""
         if len(self._due) > 2 * len(self._ends) + _SLACK:
             self._due = [(pin.until_s, number, pin) for _, number, pin in self._due if not pin.is_over]
             self._due.sort()
 
-    def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True) -> tuple[int, int]:
+    def _drop(self, pin: _Pin, most: int, *, was_wanted: bool = True, spare_only: bool = False) -> tuple[int, int]:
         """Drop the pin's last blocks, at most `most` and none that another pin covers; take its end out of `_ends`.
 
-        Returns the block before the dropped ones, and their number.
+        Returns the block before the dropped ones, and their number. `spare_only`: see `_shorten`.
         """
         del self._ends[pin.end]
         dropped: list[int] = []
-        block, following = pin.end, self._following
+        block, following, references = pin.end, self._following, self._pool.references
         while block != NO_BLOCK and len(dropped) < most and not following[block] and block not in self._ends:
+            if spare_only and references(block) > 1:
+                break
             del following[block]
             dropped.append(block)
             block = self._indexed.parents[block]

@@ -242,7 +242,7 @@ class Scheduler:
         any_preempted = False
         for entry in decoding:
             while entry.sequence.blocks and not self._cache.extend(entry.sequence, entry.known_tokens):
-                if self._retention.gives(len(decoding)):
+                if self._retention.gives(len(decoding)) or (self._tiers is not None and self._tiers.make_room()):
                     continue
                 self._preempt(self._running[-1])
                 any_preempted = True
@@ -271,12 +271,12 @@ class Scheduler:
                 continue
             if self._tiers is not None and self._waits_for_tiers(self._tiers, entry, hits, pace):
                 continue
-            if self._lacks_still(entry, hits) or not (
-                self._start(entry, hits) or self._starts_without_pins(entry, hits)
-            ):
-                if self._tiers is not None:
-                    self._tiers.make_room()
-                break
+            if not self._gets_blocks(entry, hits):
+                if self._tiers is None:
+                    break
+                self._tiers.make_room()
+                if not self._gets_blocks(entry, hits):
+                    break
             admitted.append(entry.arrival)
             chunks.append(entry.prefill_chunk(budget))
             budget -= len(chunks[-1].tokens)
@@ -350,12 +350,20 @@ class Scheduler:
     def _starts_without_pins(self, entry: Entry, expected_hits: int) -> bool:
         """Like `_start`, after ending pins for it."""
         reserve = self._reserve()
-        can = self._retention.yields(entry, expected_hits, reserve, is_alone=not self._running)
+        # A step in progress and copies may hold blocks of requests that have ended, and give them back without this.
+        is_alone = not (self._running or self._steps or (self._tiers is not None and self._tiers.holds_blocks))
+        can = self._retention.yields(entry, expected_hits, reserve, is_alone=is_alone)
         if can and self._start(entry, expected_hits):
             return True
         lacked = self._cache.lacks(entry.sequence, entry.known_tokens, reserve)
         entry.lack = Lack(lacked, self._cache.pool.given_back, expected_hits // self._cache.block_size, reserve)
         return False
+
+    def _gets_blocks(self, entry: Entry, hits: int) -> bool:
+        """Start the entry if there is room, if need be after ending pins for it."""
+        if self._lacks_still(entry, hits):
+            return False
+        return self._start(entry, hits) or self._starts_without_pins(entry, hits)
 
     def _lacks_still(self, entry: Entry, hits: int) -> bool:
         """Whether an entry that did not fit still cannot fit. Trying would cost a match in each step."""

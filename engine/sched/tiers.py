@@ -60,8 +60,14 @@ class LowerTiers(Protocol):
         """Release the blocks of a request that has ended, once those worth keeping have been copied."""
         ...
 
-    def make_room(self) -> None:
-        """Give up copies that keep blocks from being free, because a request cannot start for lack of blocks."""
+    def make_room(self) -> bool:
+        """Give up copies that keep blocks from being free, because a request lacks blocks; return whether that made
+        any available. Blocks of copies that have begun become available later."""
+        ...
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether copies hold blocks of the pool, which become available once the copies have ended."""
         ...
 
     def learn_cost(self, cost: StepCost, least_s: float = 0.0) -> None:

@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<8sIQQI32s")
 _LABEL = struct.Struct("<8sQ32s32s16sII")
 _HEAD_MAGIC, _LABEL_MAGIC = b"WARMKVF\0", b"WARMKVB\0"
 _SUM_BYTES = 8
+_CLOSED = -1
 _LABEL_ROOM = LABEL_BYTES - _LABEL.size - _SUM_BYTES
 NO_DIGEST = bytes(32)
 """The parent of a chain's first block."""
@@ -75,6 +76,14 @@ class Medium(Protocol):
         """Write the whole buffer."""
         ...
 
+    def resize(self, size: int) -> None:
+        """Cut the file to this size, or add zeros up to it."""
+        ...
+
+    def close(self) -> None:
+        """Close the file. From then on every other method raises OSError."""
+        ...
+
 
 class FileMedium:
     """A real file."""
@@ -94,6 +103,15 @@ class FileMedium:
         view, done = memoryview(buffer), 0
         while done < len(view):
             done += os.pwrite(self._descriptor, view[done:], offset + done)
+
+    def resize(self, size: int) -> None:
+        """See `Medium.resize`."""
+        os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        """See `Medium.close`. The number may soon be that of another file, which a late call must not touch."""
+        descriptor, self._descriptor = self._descriptor, _CLOSED
+        os.close(descriptor)
 
 
 class BlockDamaged(OSError):
@@ -119,8 +137,10 @@ class BlockFile:
         head = bytearray(HEAD_BYTES)
         return self._medium.read_into(memoryview(head), 0) == HEAD_BYTES and bytes(head) == self._head()
 
-    def write_head(self) -> None:
-        """Write the head of a file of this shape."""
+    def clear(self) -> None:
+        """Make this an empty file of this shape, whatever it held."""
+        self._medium.resize(0)
+        self._medium.resize(self.bytes_for(self.shape))
         self._medium.write(self._head(), 0)
 
     def write(self, slot: int, label: Label, kv: memoryview) -> None:
@@ -149,6 +169,10 @@ class BlockFile:
             if found is not None:
                 self._turn = max(self._turn, found[0].turn)
                 yield slot, found[0]
+
+    def close(self) -> None:
+        """Close the medium, and give up the file's lock."""
+        self._medium.close()
 
     def _offset(self, slot: int) -> int:
         return HEAD_BYTES + slot * self._stride
@@ -186,13 +210,23 @@ def open_file(path: Path, shape: Shape) -> tuple[BlockFile, int, bool]:
         is_new = os.fstat(descriptor).st_size == 0
         is_foreign = not is_new and not file.is_of_this_shape()
         if is_new or is_foreign:
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, BlockFile.bytes_for(shape))
-            file.write_head()
+            file.clear()
     except BaseException:
         os.close(descriptor)
         raise
     return file, descriptor, is_foreign
+
+
+def check_unused(path: Path) -> None:
+    """Raise BlockingIOError if a process uses the file at `path`. A file that cannot be opened counts as unused."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
 
 
 def _pack(label: Label, turn: int, kv_sum: bytes) -> bytes:

@@ -223,14 +223,15 @@ def make_tiers(
     for store in stores:
         lower = PrefixCache(store.blocks, pool.block_size, eviction=eviction)
         describe: Callable[[int, Label], None] | None = None
+        forget: Callable[[], None] | None = None
         if store.disk is not None:
             found = store.disk.copies.restore(lower)
             log.info("disk tier: %d blocks of %d found again", found, store.blocks)
-            describe = store.disk.copies.describe
+            describe, forget = store.disk.copies.describe, store.disk.copies.reset
         if store.shared is not None:
             describe = store.shared.describe
             store.shared.lookups.tell(on_end)
-        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe, store.beside))
+        links.append(Link(store.tier, upper, lower, store.copier, store.block_bytes, describe, store.beside, forget))
         if store.telling is not None:
             store.telling.tell(on_end)
         upper = lower

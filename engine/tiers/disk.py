@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from engine.backend.tiers.base import BlockRun, CopyError, Direction, Moved
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.load import MAX_STEP_S, StepCost
-from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, open_file
+from engine.tiers.block_file import NO_DIGEST, BlockFile, Label, Shape, check_unused, open_file
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".warmroute-kv"
 _COST_FILE = "step-cost.json"
 _TRIAL_BYTES = 8 * 2**20
+_CLOSE_S = 1.0
+"""Seconds that a reset may take to reach the file when the engine stops."""
 
 
 class DiskCopies:
@@ -44,10 +47,48 @@ class DiskCopies:
         """By block: what it holds, or will hold once its copy has ended."""
         self._found = dict(file.labels())
         """Slot -> label found there at the start, until it is indexed."""
+        self._writing = threading.Lock()
+        """Held while a block is written or the file is emptied."""
+        self._resets = self._emptied = 0
+        """Number of resets, and how many of them have reached the file."""
+        self._emptying: threading.Thread | None = None
 
     def describe(self, block: int, label: Label) -> None:
         """Note what the block will hold. Call this before asking for its copy."""
         self._labels[block] = label
+
+    def reset(self) -> None:
+        """Forget all blocks. The file is emptied on another thread, so that no later engine finds them in it."""
+        self._labels[:] = [None] * self.host_slots
+        self._resets += 1
+        if self._emptying is None or not self._emptying.is_alive():  # one that waits for a hanging disk is enough
+            self._emptying = threading.Thread(target=self.finish_resets, name="disk-tier-reset", daemon=True)
+            self._emptying.start()
+
+    def finish_resets(self, wait_s: float = -1) -> None:
+        """Empty the file if a reset asks for it. `wait_s`: seconds to wait for a block that is being written; negative:
+        any time."""
+        if self._emptied == self._resets:
+            return
+        if not self._writing.acquire(timeout=wait_s):
+            log.error("disk tier: the file cannot be emptied as a reset has asked: it does not answer")
+            return
+        try:
+            self._empty()
+        except OSError as error:
+            log.error("disk tier: the file cannot be emptied as a reset has asked: %s", error)
+        finally:
+            self._writing.release()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _empty(self) -> None:
+        """Empty the file if a reset has not reached it yet."""
+        while self._emptied < (resets := self._resets):
+            self._file.clear()
+            self._emptied = resets
 
     def move(self, run: BlockRun) -> Moved:
         """See `BlockMover.move`."""
@@ -114,10 +155,14 @@ class DiskCopies:
         return self._memory[block * self.block_bytes : (block + 1) * self.block_bytes]
 
     def _write(self, block: int, kv: memoryview) -> None:
-        label = self._labels[block]
-        if label is None or not label.fits:
-            raise OSError("the block's label does not fit its slot")
-        self._file.write(self._slots[block], label, kv)
+        with self._writing:
+            self._empty()
+            label = self._labels[block]
+            if label is None:
+                raise OSError("the cache was reset meanwhile")
+            if not label.fits:
+                raise OSError("the block's label does not fit its slot")
+            self._file.write(self._slots[block], label, kv)
 
     def _read(self, block: int, kv: memoryview) -> None:
         label = self._labels[block]
@@ -132,20 +177,20 @@ class OpenDisk:
 
     folder: Path
     copies: DiskCopies
-    descriptor: int
     discarded_files: int
     """Number of removed files: those of other models, versions and sizes, and damaged ones."""
 
     def close(self) -> None:
-        """Give up the lock."""
-        os.close(self.descriptor)
+        """Close the file, and give up its lock. Blocks for `_CLOSE_S` at most. A copy that still hangs then fails."""
+        self.copies.finish_resets(_CLOSE_S)
+        self.copies.close()
 
     def read_cost(self) -> StepCost:
         """Return the cost of computing that this folder's last engine stored; all zero if it left nothing valid."""
         try:
             fields = json.loads((self.folder / _COST_FILE).read_bytes())
             cost = StepCost(**{name: float(fields[name]) for name in StepCost.__slots__})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return StepCost()
         return cost if all(0 <= seconds <= MAX_STEP_S for seconds in astuple(cost)) else StepCost()
 
@@ -167,12 +212,14 @@ def open_disk(folder: Path, shape: Shape, memory: memoryview) -> OpenDisk:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{shape.fingerprint[:8].hex()}{SUFFIX}"
-    file, descriptor, is_foreign = open_file(path, shape)
     others = [other for other in folder.glob(f"*{SUFFIX}") if other != path]
+    for other in others:
+        check_unused(other)
+    file, _, is_foreign = open_file(path, shape)
     for other in others:
         log.warning("disk tier: removing %s, which another model or version has left", other)
         other.unlink(missing_ok=True)
-    return OpenDisk(folder, DiskCopies(file, memory), descriptor, len(others) + is_foreign)
+    return OpenDisk(folder, DiskCopies(file, memory), len(others) + is_foreign)
 
 
 def trial(folder: Path, block_bytes: int) -> dict[Direction, tuple[int, float]]:

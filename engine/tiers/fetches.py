@@ -100,6 +100,11 @@ class Fetch:
         return not self._copies
 
     @property
+    def holds_pool(self) -> bool:
+        """Whether it holds blocks of the pool."""
+        return 0 not in self._released
+
+    @property
     def landed_tokens(self) -> int:
         """Number of leading tokens of the prompt whose KV is in the pool."""
         return (self.first + self.landed) * self.block_size
@@ -196,6 +201,8 @@ class Fetch:
             return
         self._committed[depth] = at
         self.links[depth].upper.commit(self.sequences[depth], at * self.block_size)
+        if depth:  # they were written just now
+            self.links[depth - 1].spoilt.difference_update(self.sequences[depth].blocks[before:at])
         if not depth:
             self.landed = at - self.first
         elif not self.is_given_up and at > (start := max(before, self._committed[depth - 1])):

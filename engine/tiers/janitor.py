@@ -1,13 +1,15 @@
 """Keeps a shared folder within its limit: one engine at a time lists all files and removes those used least recently.
 
 A lock file gives an engine its turn: only one engine can create it (`O_EXCL`, which NFS has), and it is void if it has
-not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. If two engines
-sweep at once after all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds
-it gone, which is a miss, or has it open, which is a hit.
+not been renewed for `LEASE_S`. All times are the file server's own, taken from files that are touched. A time in the
+future counts like one that is as far in the past: the server's clock was set back. If two engines sweep at once after
+all, they remove the same files, so only some of the cache is lost. A reader of a removed file finds it gone, which is a
+miss, or has it open, which is a hit.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -58,10 +60,13 @@ class LostTurn(Exception):
 class Janitor:
     """Sweeps a shared folder of `max_bytes`. Every call may take as long as the file system takes."""
 
-    def __init__(self, root: Path, max_bytes: int, name: str) -> None:
-        """`name`: a name that no other engine has."""
-        self._root, self._max_bytes, self._name = root, max_bytes, name
+    def __init__(self, root: Path, max_bytes: int, name: str, *, file_bytes: int = 0) -> None:
+        """`name`: a name that no other engine has; `file_bytes`: room for a file of this size must be left."""
+        self._root, self._name = root, name
+        self._full_bytes, self._fill_bytes = (min(share * max_bytes, max_bytes - file_bytes) for share in (FULL, FILL))
         self._lock = root / _LOCK
+        self._mark = b""
+        """What the lock holds in this engine's turn: its name, or nothing if the disk is full."""
         self._files = 0
 
     def sweep(self) -> Swept | None:
@@ -86,7 +91,7 @@ class Janitor:
             elif _GENERATION.fullmatch(folder.name):
                 abandoned += self._remove_abandoned(Path(folder.path) / TEMPORARY, now_s)
                 for entry, digest, parent in self._blocks(folder):
-                    with suppress(FileNotFoundError):
+                    with suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
                         # A parent is named by the start of its digest, which is enough to identify it.
                         key = (folder.name, digest[:PARENT_DIGITS])
@@ -94,16 +99,20 @@ class Janitor:
                         parents[key] = (folder.name, parent)
         held_bytes = sum(file.size for file in files.values())
         evicted = 0
-        if held_bytes > FULL * self._max_bytes:
+        if held_bytes > self._full_bytes:
             for key in by_use({key: file.used_s for key, file in files.items()}, parents):
                 file = files[key]
-                if held_bytes <= FILL * self._max_bytes:
+                if held_bytes <= self._fill_bytes:
                     break
-                with suppress(FileNotFoundError):
+                self._renew()
+                try:
                     os.unlink(file.path)
                     evicted += 1
+                except FileNotFoundError:
+                    pass
+                except OSError:  # it keeps its room; others go instead
+                    continue
                 held_bytes -= file.size
-                self._renew()
         return Swept(held_bytes, evicted, abandoned)
 
     def _blocks(self, generation: os.DirEntry[str]) -> Iterator[tuple[os.DirEntry[str], str, str]]:
@@ -121,7 +130,7 @@ class Janitor:
         with suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    if now_s - entry.stat(follow_symlinks=False).st_mtime > TEMPORARY_S:
+                    if abs(now_s - entry.stat(follow_symlinks=False).st_mtime) > TEMPORARY_S:
                         os.unlink(entry.path)
                         removed += 1
         return removed
@@ -135,7 +144,7 @@ class Janitor:
             taken_s = self._lock.stat().st_mtime
         except FileNotFoundError:
             return self._make_lock()
-        if self._now_s() - taken_s <= LEASE_S:
+        if abs(self._now_s() - taken_s) <= LEASE_S:
             return False
         self._lock.unlink(missing_ok=True)
         return self._make_lock()
@@ -145,10 +154,16 @@ class Janitor:
             descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             return False
+        self._mark = self._name.encode()
         try:
-            os.write(descriptor, self._name.encode())
-        finally:
-            os.close(descriptor)
+            try:
+                os.write(descriptor, self._mark)
+            finally:
+                os.close(descriptor)  # this is when NFS reports what it could not write
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._mark = b""  # the turn must not fail for lack of the room that it is to make
         return True
 
     def _renew(self) -> None:
@@ -160,7 +175,7 @@ class Janitor:
 
     def _is_mine(self) -> bool:
         try:
-            return self._lock.read_bytes() == self._name.encode()
+            return self._lock.read_bytes() == self._mark
         except FileNotFoundError:
             return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
 from engine.cache.prefix_cache import PrefixCache
@@ -25,16 +26,19 @@ class Leaving:
         sequence: CachedSequence,
         *,
         has_room: bool,
+        spoilt: AbstractSet[int],
         landed: Callable[[Leaving], None],
     ) -> None:
-        """`depth`: of the link; `has_room`: whether anything may be copied; `landed`: called when a copy has ended."""
-        self._landed = landed
+        """`depth`: of the link; `has_room`: whether anything may be copied; `spoilt`: blocks of `upper` that cannot be
+        read; `landed`: called when a copy has ended."""
+        self._landed, self._spoilt = landed, spoilt
         self.depth, self.link = depth, link
         self.sequence, self._upper = sequence, upper
         self.part: CachedSequence | None = None
         """None: copying has not begun."""
         self.lacked = self.worthless = 0
-        """Blocks for which the tier below had no room; blocks that take less time to compute than to copy."""
+        """Blocks for which the tier below had no room, or which cannot be read; blocks that take less time to compute
+        than to copy."""
         self.is_cut = False
         self._has_room = has_room
         self._asked = self._indexed = self._open = 0
@@ -79,6 +83,12 @@ class Leaving:
         before, start, lower = self.unasked, self._asked, self.link.lower
         repairs, self._repairs = self._repairs[:blocks], self._repairs[blocks:]
         stop = min(self._stop, start + blocks - len(repairs))
+        if self._spoilt:  # what they hold is not what their digests say
+            repairs = [pair for pair in repairs if pair.source not in self._spoilt]
+            nodes = self.sequence.nodes
+            if (readable := next((i for i in range(start, stop) if nodes[i] in self._spoilt), stop)) < stop:
+                self.lacked += self._stop - readable
+                stop = self._stop = readable
         if stop - start > lower.pool.available:
             self.lacked += self._stop - start - lower.pool.available
             stop = self._stop = start + lower.pool.available

@@ -34,11 +34,13 @@ class Link:
         block_bytes: int,
         describe: Callable[[int, Label], None] | None = None,
         beside: float = 0.0,
+        forget: Callable[[], None] | None = None,
     ) -> None:
         """`tier`: what `lower` is; `copier`: demotes from `upper`'s blocks to those of `lower`; `describe`: called with
         what a block of `lower` will hold, before it is copied; `beside`: how much longer steps take beside a copy, as a
-        fraction of the time of the copy."""
+        fraction of the time of the copy; `forget`: called with each reset, must not wait."""
         self._describe = describe
+        self._forget = forget
         self._beside = beside
         self.tier = tier
         self.upper = upper
@@ -52,6 +54,13 @@ class Link:
         self.unasked = 0
         """Number of blocks on their way down whose copy has not begun."""
         self._then: dict[int, Callable[[FinishedCopy], None]] = {}
+
+    def reset(self) -> None:
+        """Forget what `lower` holds."""
+        self.lower.reset()
+        self.spoilt.clear()
+        if self._forget is not None:
+            self._forget()
 
     @property
     def is_busy(self) -> bool:

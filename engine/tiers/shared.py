@@ -237,7 +237,8 @@ class OpenShared:
     def _sweep(self) -> None:
         before = self.copies.written_bytes
         try:
-            swept = Janitor(self.folder.root, self.max_bytes, self.folder.writer).sweep()
+            janitor = Janitor(self.folder.root, self.max_bytes, self.folder.writer, file_bytes=self.folder.file_bytes)
+            swept = janitor.sweep()
         except OSError as error:
             log.warning("shared tier: no room can be made in %s: %s", self.folder.root, error)
             return

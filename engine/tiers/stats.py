@@ -51,7 +51,7 @@ class TierStats:
     demoted: Counter[Place] = field(default_factory=Counter)
     """Blocks copied down."""
     skipped: Counter[Place] = field(default_factory=Counter)
-    """Blocks not copied down: the queue was full, or the tier was full of blocks in use."""
+    """Blocks not copied down: the queue was full, the tier was full of blocks in use, or they could not be read."""
     worthless: Counter[Place] = field(default_factory=Counter)
     """Blocks not copied down because computing them again is faster than copying them twice."""
     promoted: Counter[Place] = field(default_factory=Counter)

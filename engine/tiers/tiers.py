@@ -237,12 +237,22 @@ class Tiers:
             if not self._hides:
                 self._go_down()
 
-    def make_room(self) -> None:
+    def make_room(self) -> bool:
         """See `LowerTiers.make_room`."""
+        before = self._pool.pool.available
         self._links[0].cancel_demotions()
         for leaving in (*self._leaving, *self._copying):
             if not leaving.depth:
                 leaving.cut_short()
+        self._take_in(self._links[0])
+        self._go_down()
+        return self._pool.pool.available > before
+
+    @property
+    def holds_blocks(self) -> bool:
+        """See `LowerTiers.holds_blocks`."""
+        leaving = any(not leaving.depth for leaving in (*self._leaving, *self._copying))
+        return leaving or any(fetch.holds_pool for fetch in (*self._fetches.values(), *self._left))
 
     def fetch_costs(self) -> FetchCosts:
         """See `LowerTiers.fetch_costs`. If the speed of a tier or of one above it is not known, its cost is empty."""
@@ -259,7 +269,7 @@ class Tiers:
     def reset(self) -> None:
         """See `LowerTiers.reset`. Copies under way end, and what they bring is not indexed."""
         for link in self._links:
-            link.lower.reset()
+            link.reset()
         for leaving in (*self._leaving, *self._copying):
             leaving.cut_short()
         for request_id, fetch in tuple(self._fetches.items()):
@@ -476,8 +486,10 @@ class Tiers:
             upper.release(sequence)
         else:
             link = self._links[depth]
-            has_room = link.has_room(self._clock())
-            self._leaving.append(Leaving(depth, link, upper, sequence, has_room=has_room, landed=self._landed))
+            has_room, spoilt = link.has_room(self._clock()), self._links[depth - 1].spoilt if depth else frozenset()
+            self._leaving.append(
+                Leaving(depth, link, upper, sequence, has_room=has_room, spoilt=spoilt, landed=self._landed)
+            )
 
     def _landed(self, leaving: Leaving) -> None:
         """Look at these blocks with the next `_go_down`, because one of their copies has ended."""

@@ -309,6 +309,24 @@ def test_what_a_request_uses_is_not_given_up() -> None:
     assert cache.pins.give_up(2) == 2
 
 
+@pytest.mark.parametrize("needed", range(1, 10))
+def test_a_pin_keeps_what_would_not_become_available_without_it(needed: int) -> None:
+    """A request uses the first half of a pinned chain, so only the second half can be given up."""
+    cache = cache_of(32, 16)
+    pinned = serve(cache, [1] * 8 + [2] * 8)
+    assert pinned is not None
+    assert cache.keep(pinned, 8, 10.0) == 8
+    cache.release(pinned)
+    other = serve(cache, [1] * 8 + [3] * 2)
+    assert other is not None
+    assert cache.pins.give_up(needed) == min(needed, 4)
+    assert len(cache.pins) == 8 - min(needed, 4)
+    cache.check_integrity()
+    cache.release(other)
+    flood(cache, 0)
+    assert hits(cache, [1] * 8 + [2] * 8) == 8 - min(needed, 4)
+
+
 @pytest.mark.parametrize("uses", [0, 3])
 def test_a_use_renews_a_pin(uses: int) -> None:
     cache = cache_of(16, 8)
@@ -359,3 +377,16 @@ def test_many_renewals_leave_nothing_behind() -> None:
     cache.advance(1000)
     assert len(cache.pins) == 0
     assert len(cache.pins._due) == 0
+
+
+def test_pins_that_are_given_up_leave_nothing_behind() -> None:
+    """Their time is far from over when they go."""
+    cache = cache_of(64, 32)
+    for i in range(400):
+        sequence = serve(cache, [i % 7] * 8)
+        assert sequence is not None
+        cache.keep(sequence, 4, 3600.0)
+        cache.release(sequence)
+        assert cache.pins.give_up(4) == 4
+    assert len(cache.pins) == 0
+    assert len(cache.pins._due) <= 64

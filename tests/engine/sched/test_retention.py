@@ -186,6 +186,26 @@ def test_a_request_that_nothing_else_runs_beside_begins_in_the_step_that_ends_th
     assert len(served.cache.pins) < 8
 
 
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_what_a_client_asks_for_outlasts_blocks_that_a_step_in_progress_gives_back(is_aborted: bool) -> None:
+    served = Served(blocks=10, share=0.0, pinned=4)
+    served.add([7] * 16, 1, mark_s=50.0)
+    served.step()
+    first, scheduler = served.add([8] * 20, 8), served.scheduler
+    first.stop_token_ids = frozenset([1])
+    assert scheduler.schedule() is not None
+    assert scheduler.schedule_ahead() is not None
+    served.add([9] * 16, 4)
+    if is_aborted:
+        scheduler.abort(first.id)
+    scheduler.complete(StepResult({first.id: SampledToken(1)}, 0.01))
+    assert scheduler.schedule_ahead() is None, "the step in progress still uses the ended request's blocks"
+    scheduler.complete(StepResult({first.id: SampledToken(1)}, 0.01))
+    while scheduler.has_work:
+        served.step()
+    assert (len(served.cache.pins), served.cache.pins.given_up) == (4, 0)
+
+
 def test_a_request_that_does_not_fit_all_the_same_ends_no_pin() -> None:
     served = Served(blocks=40, share=0.5)
     running = served.add(list(range(2000, 2080)), 8)

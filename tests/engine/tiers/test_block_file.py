@@ -33,7 +33,7 @@ from engine.tiers.block_file import (
     Shape,
     open_file,
 )
-from engine.tiers.disk import SUFFIX, DiskCopies, open_disk
+from engine.tiers.disk import SUFFIX, DiskCopies, OpenDisk, open_disk
 from engine.tiers.link import labels
 
 SLOTS, BLOCK_BYTES, BLOCK_SIZE = 6, 64, 4
@@ -166,7 +166,33 @@ def test_files_of_other_models_make_room(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"base_s": "x"}', b"\xff", b'{"base_s": NaN}', None])
+def test_a_file_that_an_engine_of_another_model_uses_is_not_removed(tmp_path: Path) -> None:
+    memory, other = memoryview(bytearray(BLOCK_BYTES)), Shape(SLOTS, BLOCK_BYTES, BLOCK_SIZE, b"o" * 32)
+    running = open_disk(tmp_path, SHAPE, memory)
+    with pytest.raises(BlockingIOError):
+        open_disk(tmp_path, other, memory)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+    running.close()
+    successor = open_disk(tmp_path, other, memory)
+    successor.close()
+    assert successor.discarded_files == 1
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"base_s": "x"}',
+        b"\xff",
+        b'{"base_s": NaN}',
+        b'{"base_s": 1%0400d}' % 0,
+        b"[" * 10**5,
+        None,
+    ],
+)
 def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes | None) -> None:
     disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
     left = StepCost(0.01, 1e-4, 1e-9, 1e-6, 1e-3)
@@ -178,6 +204,39 @@ def test_a_cost_that_makes_no_sense_is_not_known(tmp_path: Path, content: bytes 
     else:
         path.write_bytes(content)
     assert disk.read_cost() == StepCost()
+    disk.close()
+
+
+def test_a_reset_empties_the_file_and_what_was_described_before_is_not_written(tmp_path: Path) -> None:
+    def reopened() -> tuple[OpenDisk, PrefixCache]:
+        disk = open_disk(tmp_path, SHAPE, memory)
+        index = PrefixCache(SLOTS, BLOCK_SIZE)
+        disk.copies.restore(index)
+        return disk, index
+
+    old, new = label(1), label(2)
+    memory = memoryview(bytearray(SLOTS * BLOCK_BYTES))
+    disk, _ = reopened()
+    for block in (0, 1):
+        memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = kv_of(old.digest)
+        disk.copies.describe(block, old)
+    disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    disk.copies.reset()
+    with pytest.raises(CopyError, match="reset"):
+        disk.copies.move(BlockRun(Direction.DEMOTE, 1, 1, 1))
+    with pytest.raises(CopyError, match="nothing is known"):
+        disk.copies.move(BlockRun(Direction.PROMOTE, 0, 0, 1))
+    disk.copies.describe(2, new)
+    disk.copies.move(BlockRun(Direction.DEMOTE, 2, 2, 1))
+    disk.copies.finish_resets()
+    disk.close()
+    disk, index = reopened()
+    assert index.has(new.digest)
+    assert index.indexed_blocks == 1
+    disk.copies.reset()
+    disk.close()
+    disk, index = reopened()
+    assert index.indexed_blocks == 0
     disk.close()
 
 
@@ -203,6 +262,38 @@ class FaultyMedium(FileMedium):
         super().write(view[:count], offset)
         if count < len(view):
             raise OSError(errno.ENOSPC, "No space left on device")
+
+    def resize(self, size: int) -> None:
+        if self.fault is not None:
+            raise OSError(self.fault, os.strerror(self.fault))
+        super().resize(size)
+
+
+def test_a_copy_that_hangs_beyond_the_end_writes_into_no_other_file(tmp_path: Path) -> None:
+    disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
+    disk.copies.describe(0, label(1))
+    disk.close()
+    with (tmp_path / "other").open("w+b") as other:  # gets the number of the file that was closed
+        for way in Direction:
+            with pytest.raises(CopyError, match="Bad file descriptor"):
+                disk.copies.move(BlockRun(way, 0, 0, 1))
+        other.seek(0)
+        assert other.read() == b""
+
+
+def test_a_file_that_cannot_be_emptied_is_not_written(tmp_path: Path) -> None:
+    disk = open_disk(tmp_path, SHAPE, memoryview(bytearray(BLOCK_BYTES)))
+    file = disk.copies._file
+    medium = file._medium = FaultyMedium(file._medium._descriptor)  # type: ignore[attr-defined]
+    medium.fault = errno.EIO
+    disk.copies.reset()
+    disk.copies.describe(0, label(1))
+    with pytest.raises(CopyError, match="Input/output"):
+        disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    medium.fault = None
+    disk.copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+    assert len(list(file.labels())) == 1
+    disk.close()
 
 
 @pytest.mark.parametrize("room", [0, 10, BLOCK_BYTES, BLOCK_BYTES + 100, BLOCK_BYTES + LABEL_BYTES - 1])

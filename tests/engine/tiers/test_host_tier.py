@@ -184,6 +184,23 @@ async def test_the_disk_is_found_again_after_a_restart(checkpoint: Path, tmp_pat
             await pod.settled()
 
 
+async def test_no_later_engine_finds_what_a_reset_has_removed_from_the_disk(checkpoint: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"host_cache_bytes": 2**24, "disk_cache_bytes": 2**24, "disk_cache_path": tmp_path / "kv"}
+    async with engine(checkpoint, **fields) as pod:
+        for first in (1, 2):
+            await pod.answer(first)
+            await pod.settled()
+        assert pod.state.service is not None
+        pod.state.service.loop.reset_cache()
+        await pod.answer(3)
+        await pod.settled()
+    async with engine(checkpoint, learns=False, **fields) as pod:
+        await wait_until(lambda: len(pod.scheduler.held_keys()[Tier.DISK]) > 0, what="the keys on disk")
+        for first, cached in ((3, 18 * BLOCK), (1, 0), (2, 0)):
+            assert (await pod.answer(first))[1] == cached, "only what came after the reset is there"
+            await pod.settled()
+
+
 def test_a_disk_tier_needs_a_place_and_a_host_tier(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--disk-cache-bytes needs --host-cache-bytes"):
         EngineSettings(model=checkpoint, disk_cache_bytes=2**20, disk_cache_path=tmp_path)

@@ -219,14 +219,30 @@ def test_a_file_that_is_used_says_so(tmp_path: Path) -> None:
         assert path.stat().st_mtime > 1.0
 
 
-def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Path) -> None:
+def test_what_cannot_be_removed_keeps_no_other_file_in_the_folder(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    for what in CHAIN[0]:
+        store(folder, what)
+    stuck = folder._path(sha256(b"stuck").digest(), NO_DIGEST)
+    stuck.mkdir(parents=True)
+    os.utime(stuck, (1.0, 1.0))  # it would go first
+    swept = Janitor(tmp_path, 3 * FILE_BYTES, "a").sweep()
+    assert swept is not None
+    assert swept.evicted >= DEPTH - 2
+    assert stuck.exists()
+    assert swept.held_bytes == sum(path.stat().st_size for path in (*files(tmp_path), stuck))
+
+
+@pytest.mark.parametrize("late_s", [LEASE_S + 60, -10 * OLD_S])
+def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Path, late_s: float) -> None:
+    """`late_s`: how old the lock is. It is of the future if the clock was set back since."""
     opened(tmp_path)
     janitors = [Janitor(tmp_path, 10**6, name) for name in "ab"]
     assert janitors[0]._take_turn()
     assert janitors[1].sweep() is None
     lock = tmp_path / "janitor.lock"
-    late_s = time.time() - LEASE_S - 60
-    os.utime(lock, (late_s, late_s))
+    made_s = time.time() - late_s
+    os.utime(lock, (made_s, made_s))
     assert janitors[1].sweep() is not None
     assert not lock.exists()
     assert janitors[1]._take_turn()
@@ -234,13 +250,14 @@ def test_one_engine_at_a_time_makes_room_and_a_dead_ones_turn_ends(tmp_path: Pat
     assert lock.exists(), "an engine does not end another engine's turn"
 
 
-def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late_s", [TEMPORARY_S + 60, -10 * OLD_S])
+def test_files_that_were_begun_and_never_ended_go_and_new_ones_stay(tmp_path: Path, late_s: float) -> None:
     folder = opened(tmp_path)
     dead, alive = (folder.path / "tmp" / name for name in ("dead-1", "alive-1"))
     for path in (dead, alive):
         path.write_bytes(b"half")
-    late_s = time.time() - TEMPORARY_S - 60
-    os.utime(dead, (late_s, late_s))
+    made_s = time.time() - late_s
+    os.utime(dead, (made_s, made_s))
     swept = Janitor(tmp_path, 10**6, "a").sweep()
     assert swept is not None
     assert (swept.abandoned, swept.held_bytes) == (1, 0)
@@ -305,6 +322,50 @@ def test_nothing_is_written_beyond_the_bytes_that_the_folder_may_hold(tmp_path: 
             copies.move(BlockRun(Direction.DEMOTE, 0, block, 1))
     assert len(files(tmp_path)) == 2
     assert len(asked) == folder.events[Event.FULL] == DEPTH - 2
+
+
+@pytest.mark.parametrize("files_of_room", [1.0, 1.5, 3.2, 10.6, 18.9, 40.5])
+def test_there_is_always_room_for_one_more_file_after_a_sweep(tmp_path: Path, files_of_room: float) -> None:
+    """Even if the folder's limit is so low that one file is more than the share that a sweep leaves free."""
+    folder = opened(tmp_path)
+    copies = SharedCopies(folder, HostBlocks(memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES), 1)
+    shared = OpenShared(folder, copies, int(files_of_room * FILE_BYTES))
+    for number in range(50):
+        shared._sweep()
+        copies.describe(0, Label(sha256(b"%d" % number).digest(), NO_DIGEST, b"content"))
+        copies.move(BlockRun(Direction.DEMOTE, 0, 0, 1))
+        assert len(files(tmp_path)) <= files_of_room
+    shared.close()
+    assert folder.events[Event.STORED] == 50
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["write", "close"])
+def test_room_is_made_on_a_disk_that_has_none_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Not even the engine's name can be written into the lock."""
+    folder = opened(tmp_path)
+    for what in CHAIN[0]:
+        store(folder, what)
+
+    def full(descriptor: int, *arguments: Any) -> int:
+        if call == "close":
+            is_empty = not os.fstat(descriptor).st_size
+            os.ftruncate(descriptor, 0)  # what was written is lost
+            real(descriptor)
+            if is_empty:
+                return 0
+        raise OSError(code, os.strerror(code))
+
+    real = getattr(os, call)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        swept = Janitor(tmp_path, 4 * FILE_BYTES, "a").sweep()
+    assert swept is not None
+    assert swept.evicted == DEPTH - 3
+    assert len(files(tmp_path)) == 3
+    assert not (tmp_path / "janitor.lock").exists(), "the turn has ended"
 
 
 def test_a_folder_whose_lock_is_kept_does_not_grow(tmp_path: Path) -> None:
