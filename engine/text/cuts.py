@@ -12,13 +12,14 @@ between an ASCII letter and a space before another one, whatever else the text h
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 CHUNK_CHARS = 1024
 """Pieces are cut between two words after this many characters. So two texts that begin alike have pieces in common."""
-MAX_CUTTING_TOKENS = 1024
+MAX_CUTTING_TOKENS = 2**14
 """Most added tokens that are compared with each other, so that an odd checkpoint does not take minutes to load."""
 
 _WORDS = re.compile("[A-Za-z] [A-Za-z]")
@@ -51,7 +52,7 @@ class Cuts:
     def of(state: Mapping[str, Any]) -> Cuts:
         """`state`: tokenizer.json."""
         tokens = cutting_tokens(state)
-        return Cuts(re.compile("|".join(map(re.escape, tokens))) if tokens else None, splits_words(state))
+        return Cuts(re.compile(_any_of(sorted({*tokens}))) if tokens else None, splits_words(state))
 
     def starts(self, text: str) -> list[int]:
         """Return where the text's pieces begin: 0 first, in ascending order."""
@@ -74,14 +75,14 @@ def cutting_tokens(state: Mapping[str, Any]) -> list[str]:
     added: Sequence[Mapping[str, Any]] = state["added_tokens"]
     if state["model"].get("dropout") or len(added) > MAX_CUTTING_TOKENS:
         return []
-    texts = [token["content"] for token in added]
+    alone = _standing_alone({token["content"] for token in added})
     return [
         token["content"]
         for token in added
         if not token["normalized"]
         and _is_plain(token)
         and not token["content"][0].isspace()
-        and _stands_alone(token["content"], texts)
+        and token["content"] in alone
     ]
 
 
@@ -113,14 +114,30 @@ def _is_plain(token: Mapping[str, Any]) -> bool:
     return bool(token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
 
 
-def _stands_alone(text: str, others: Sequence[str]) -> bool:
-    """Return whether no added token can be found at a place that overlaps this one, so that this one always is."""
-    return all(other == text or not (text in other or other in text or _overlap(text, other)) for other in others) and (
-        not _overlap(text, text)
-    )
+def _standing_alone(texts: Set[str]) -> set[str]:
+    """Return the texts of added tokens that overlap no added token at any place, so that they are always found."""
+    lengths = {len(text) for text in texts}
+    beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+    ends = {text[length:] for text in texts for length in range(1, len(text))}
+    others = set[str]()
+    for text in texts:
+        parts = {text[i : i + length] for length in lengths if length < len(text) for i in range(len(text))} - {text}
+        if within := parts & texts:
+            others |= {text, *within}
+        if any(text[:i] in ends or text[i:] in beginnings for i in range(1, len(text))):
+            others.add(text)
+    return {*texts} - others
 
 
-def _overlap(one: str, other: str) -> bool:
-    """Return whether one of the texts can end in a proper part of the other's beginning."""
-    lengths = range(1, min(len(one), len(other)))
-    return any(one[-length:] == other[:length] or other[-length:] == one[:length] for length in lengths)
+def _any_of(texts: Sequence[str]) -> str:
+    """Return a regular expression for the texts, which are in order. None of them begins with another one.
+
+    It decides by one character after the other. An alternative for each text would hold the interpreter's lock for
+    seconds in a text that nearly has thousands of them.
+    """
+    first, last = texts[0], texts[-1]
+    if first == last:
+        return re.escape(first)
+    shared = next(i for i in range(len(first)) if first[i] != last[i])
+    groups = groupby((text[shared:] for text in texts), lambda rest: rest[0])
+    return f"{re.escape(first[:shared])}(?:{'|'.join(_any_of(list(alike)) for _, alike in groups)})"
