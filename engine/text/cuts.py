@@ -12,6 +12,7 @@ between an ASCII letter and a space before another one, whatever else the text h
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
@@ -76,12 +77,13 @@ def cutting_tokens(state: Mapping[str, Any]) -> list[str]:
     if state["model"].get("dropout") or len(added) > MAX_CUTTING_TOKENS:
         return []
     alone = _standing_alone({token["content"] for token in added})
+    has_words = any(token["single_word"] for token in added)
     return [
         token["content"]
         for token in added
         if not token["normalized"]
         and _is_plain(token)
-        and not token["content"][0].isspace()
+        and _can_follow(token["content"][0], after_words=has_words)
         and token["content"] in alone
     ]
 
@@ -112,6 +114,12 @@ def splits_words(state: Mapping[str, Any]) -> bool:
 def _is_plain(token: Mapping[str, Any]) -> bool:
     """Return whether the token is found by its text alone, with any text around it."""
     return bool(token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
+
+
+def _can_follow(char: str, *, after_words: bool) -> bool:
+    """Return whether every added token that is found before this character is also found at the end of a text, and the
+    other way round. `after_words`: some of them are found only if no word goes on after them."""
+    return char in string.punctuation and char != "_" if after_words else not char.isspace()
 
 
 def _standing_alone(texts: Set[str]) -> set[str]:

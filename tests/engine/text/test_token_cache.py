@@ -277,6 +277,16 @@ def test_texts_are_cut_only_where_a_token_is_always_found(token: AddedToken, cut
     assert cutting_tokens(state_with(token)) == cuts
 
 
+def test_after_an_added_token_that_is_a_single_word_texts_are_cut_only_before_punctuation() -> None:
+    made = byte_level()
+    made.add_tokens([AddedToken("dog", normalized=False, single_word=True), AddedToken("fox", normalized=False)])
+    tokenizer = Tokenizer(made)
+    cache = TokenCache(tokenizer, MIB)
+    for text in [f"<|turn|>{'a cat ' * 60}dogfox", f"<|turn|>{'a cat ' * 60}dog<|end|>"] * 3:
+        assert same(cache.encode(text, "", add_special_tokens=False), tokenizer.encode(text, add_special_tokens=False))
+    assert cache.hit_chars > 0
+
+
 def test_a_random_tokenizer_and_one_with_very_many_added_tokens_are_not_cut() -> None:
     state = state_with()
     assert cutting_tokens(state) == SPECIALS
