@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from engine.text import cuts, token_cache
 from engine.text.cuts import KNOWN_EXPRESSIONS, MAX_CUTTING_TOKENS, cutting_tokens, splits_words
@@ -40,6 +40,15 @@ def metaspace_before_the_first() -> tokenizers.Tokenizer:
     return made
 
 
+def words() -> tokenizers.Tokenizer:
+    """Return a tokenizer for which white space is nothing, with a token before the text and one after it."""
+    made = tokenizers.Tokenizer(models.WordLevel({"?": 0, "<|end|>": 1, "<|turn|>": 2, "the": 3, "dog": 4}, "?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(SPECIALS)
+    made.post_processor = processors.BertProcessing(("<|end|>", 1), ("<|turn|>", 2))
+    return made
+
+
 def byte_level(expression: str = "", *, prefix_space: bool = False, trims: bool = True) -> tokenizers.Tokenizer:
     """Return a tokenizer that splits texts by the regular expression; empty: by GPT-2's."""
     made = train_byte_level()
@@ -59,6 +68,7 @@ TOKENIZERS = {
     **{name: Tokenizer(byte_level(expression)) for name, expression in KNOWN_EXPRESSIONS.items()},
     "metaspace": Tokenizer(train_metaspace()),
     "metaspace, first": Tokenizer(metaspace_before_the_first()),
+    "words": Tokenizer(words()),
 }
 WORDS = [
     "the dog",
@@ -102,6 +112,13 @@ def test_tokens_and_ends_are_those_of_the_whole_text(name: str, texts: list[str]
             assert same(cache.encode(text, "", add_special_tokens=adds), whole)
             assert list(whole.ends) == whole.ends[:]
             assert 0 <= cache.bytes <= max_bytes
+
+
+def test_tokens_around_a_text_without_tokens_come_from_none_of_it() -> None:
+    tokenizer, text = TOKENIZERS["words"], " " * token_cache.LEAST_CHARS
+    cache = TokenCache(tokenizer, MIB)
+    for _ in range(3):
+        assert same(cache.encode(text, "", add_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
 
 
 def test_which_tokenizers_are_cut_between_words() -> None:
