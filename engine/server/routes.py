@@ -304,6 +304,12 @@ def _text_of(model: ModelText, body: bytes) -> dict[str, Any]:
     tokens = _typed(_known(body, ("model", "tokens"), model), "tokens", list, None)
     if not all(type(token) is int for token in tokens):
         raise BadRequest("tokens must be a list of token ids", param="tokens")
+    if len(tokens) > model.max_model_len:  # to decode a million takes 0.3 s, in which nothing else runs
+        raise BadRequest(
+            f"tokens has {len(tokens)} entries; the model's context holds {model.max_model_len}",
+            param="tokens",
+            code="context_length_exceeded",
+        )
     check_ids(tokens, model.vocab_size, "tokens")
     return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
 

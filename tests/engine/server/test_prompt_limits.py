@@ -56,3 +56,10 @@ async def test_if_there_are_too_many_prompts_none_is_tokenized(engine: Engine, e
     assert encoded == []
     assert (await engine.ask(TEXT, prompt=["a"] * MAX_CHOICES, max_tokens=1))[0] == 200
     assert len(encoded) == MAX_CHOICES
+
+
+async def test_more_tokens_than_the_context_holds_are_not_decoded(engine: Engine) -> None:
+    most = engine.service.model.max_model_len
+    status, body = await engine.ask("/detokenize", tokens=[10] * (most + 1))
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, "tokens", "context_length_exceeded")
+    assert (await engine.ask("/detokenize", tokens=[10] * most))[0] == 200
