@@ -186,9 +186,7 @@ def _answer(
         )
     echoed = {}
     if job.echo:
-        for choice in choices.values():
-            prompt = job.prompts[choice.prompt]
-            echoed[choice.index] = prompt.text if prompt.text is not None else tokenizer.decode(prompt.tokens)
+        echoed = {choice.index: job.prompts[choice.prompt].text or "" for choice in choices.values()}
     return CompletionAnswer(
         f"cmpl-{secrets.token_hex(12)}",
         name,

@@ -61,7 +61,7 @@ class Prompt:
     spans: tuple[KeySpan, ...]
     max_tokens: int
     text: str | None
-    """The prompt as the client wrote it, None for token ids and chats."""
+    """The prompt as the client wrote it; of token ids their text, if the answer repeats it. None: neither."""
     context: tuple[int, ...] = ()
     """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
@@ -290,7 +290,8 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
     if encoded is None or not isinstance(prompt, str):
-        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context, marks=kept)
+        text = model.tokenizer.decode(tokens) if fields.echo else None
+        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, text, context, marks=kept)
     else:
         made = Prompt(
             tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context, marks=kept
