@@ -306,7 +306,7 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
     if (fields.n or 1) > 1:
         raise BadRequest("answer_so_far needs n to be 1", param="answer_so_far")
     check_length(model, fields.answer_so_far, "answer_so_far")
-    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop)
+    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop, prompt.max_tokens)
     check_ids(answered, model.vocab_size, "answer_so_far")
     if len(answered) >= prompt.max_tokens:
         raise BadRequest(
