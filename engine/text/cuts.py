@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 CHUNK_CHARS = 1024
 """Pieces are cut between two words after this many characters. So two texts that begin alike have pieces in common."""
 MAX_CUTTING_TOKENS = 2**14
 """Most added tokens that are compared with each other, so that an odd checkpoint does not take minutes to load."""
 
+_BYTES = frozenset(ByteLevel.alphabet())
 _WORDS = re.compile("[A-Za-z] [A-Za-z]")
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -93,6 +96,8 @@ def splits_words(state: Mapping[str, Any]) -> bool:
     if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
         return False
     if state["normalizer"] is not None and state["normalizer"]["type"] != "NFC":
+        return False
+    if not state["model"]["vocab"].keys() >= _BYTES:  # what has no token is left out, and nothing tells where
         return False
     if not all(_is_plain(token) and " " not in token["content"] for token in state["added_tokens"]):
         return False

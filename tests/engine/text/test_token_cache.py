@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text import cuts, token_cache
 from engine.text.cuts import KNOWN_EXPRESSIONS, MAX_CUTTING_TOKENS, cutting_tokens, splits_words
@@ -140,6 +140,18 @@ def test_other_tokenizers_are_not_cut_between_words(change: dict[str, Any]) -> N
     state = json.loads(byte_level().to_str())
     assert splits_words(state)
     assert not splits_words({**state, **change})
+
+
+@pytest.mark.parametrize("corpus", ["ACGT ACGGT TTGA", "ACGTACGGTTTGA"])
+def test_a_tokenizer_that_does_not_know_all_letters_is_not_cut_between_words(corpus: str) -> None:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator([corpus] * 9, trainers.BpeTrainer(special_tokens=["<s>"], show_progress=False))
+    tokenizer = Tokenizer(made)
+    cache, text = TokenCache(tokenizer, MIB), f"<s>{corpus * 100} a b"
+    for _ in range(3):
+        assert same(cache.encode(text, "", add_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
+    assert not tokenizer.cuts.between_words
 
 
 @pytest.mark.parametrize("token", [AddedToken("a b"), AddedToken("x", rstrip=True), AddedToken("y", lstrip=True)])
