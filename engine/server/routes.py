@@ -26,13 +26,12 @@ from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.message_requests import count_tokens
 from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
 from engine.server.service import EngineService, ServerState
-from engine.server.wire import finish, read_body
+from engine.server.wire import MAX_BODY_BYTES, body_of, finish
 
 log = logging.getLogger(__name__)
 
 STATE = web.AppKey("state", ServerState)
 METRICS = web.AppKey("metrics", EngineMetrics)
-MAX_BODY_BYTES = 64 * 2**20
 MAX_PODS_DIGITS = 9
 
 
@@ -189,18 +188,21 @@ def _card(service: EngineService) -> dict[str, Any]:
 
 async def _tokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_tokens_of, service.model, await read_body(request)))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        return _json(await service.workers.run(_tokens_of, service.model, body))
 
 
 async def _count_tokens(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    count = await service.workers.run(count_tokens, service.model, await read_body(request))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        count = await service.workers.run(count_tokens, service.model, body)
     return _json({"input_tokens": count})
 
 
 async def _detokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_text_of, service.model, await read_body(request)))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        return _json(await service.workers.run(_text_of, service.model, body))
 
 
 async def _health(request: web.Request) -> web.Response:
