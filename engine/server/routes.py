@@ -21,6 +21,7 @@ from engine.contract.message_errors import error_body
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.metrics import EngineMetrics
+from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.message_requests import count_tokens
@@ -293,7 +294,9 @@ def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:
         text = _typed(fields, "prompt", str, "")
     else:
         messages = _typed(fields, "messages", list, [])
-        text = render_chat(model, messages, _typed(fields, "tools", list, []))
+        tools = _typed(fields, "tools", list, [])
+        check_number(tools, "tools")
+        text = render_chat(model, messages, tools)
     check_length(model, text, "prompt" if "prompt" in fields else "messages")
     special = _typed(fields, "add_special_tokens", bool, "prompt" in fields)
     ids = model.tokenizer.encode(text, add_special_tokens=special).ids
