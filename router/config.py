@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from engine.contract.keys import DEFAULT_STRIDE_BYTES
 from engine.contract.log_lines import Format
@@ -37,6 +38,8 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     Exit status: 0 after a clean stop, 1 if a port is not available or a background task has died, 2 for bad flags or
     key files.
     """
+
+    model_config = SettingsConfigDict(allow_inf_nan=False)
 
     redis_url: str | None = Field(
         None,

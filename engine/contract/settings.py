@@ -147,9 +147,10 @@ class Settings(BaseSettings):
                 raise ConfigError(f"{path}: key {field!r} occurs twice, on lines {lines[field]} and {line}: remove one")
             lines[field] = line
         fields = {str(k).replace("-", "_"): v for k, v in content.items()}
+        known = {name: None for name in cls.model_fields if name != "config"}
         for field in fields:
-            if field not in cls.model_fields or field == "config":
-                raise ConfigError(f"{path}: key {field!r} is unknown{_did_you_mean(field, cls.model_fields)}")
+            if field not in known:
+                raise ConfigError(f"{path}: key {field!r} is unknown{_did_you_mean(field, known)}")
         return fields
 
     @classmethod

@@ -34,6 +34,8 @@ class SseDecoder:
 
     def __init__(self, max_event_bytes: int = 16 * 2**20) -> None:
         self._buffer = b""
+        self._held = b""
+        """A carriage return at the end of the bytes so far: a line feed may follow, which belongs to it."""
         self._gathered: list[bytes] = []
         """Chunks of a large event that has not ended; `_buffer` then has only their last byte."""
         self._gathered_bytes = 0
@@ -41,18 +43,17 @@ class SseDecoder:
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Yield the data of each event that `chunk` completes. Raises ValueError if an event exceeds the bound."""
+        chunk = self._with_line_feeds(chunk)
         self._buffer += chunk
         if self._gathered:
             self._gathered.append(chunk)
             self._gathered_bytes += len(chunk)
-            if b"\n\n" not in self._buffer and b"\r" not in self._buffer:
+            if b"\n\n" not in self._buffer:
                 self._check(self._gathered_bytes)
                 self._buffer = self._buffer[-1:]
                 return
             self._buffer = b"".join(self._gathered)
             self._gathered = []
-        if b"\r" in self._buffer and not self._buffer.endswith(b"\r"):
-            self._buffer = self._buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *events, self._buffer = self._buffer.split(b"\n\n")
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:  # the fast path for nearly all events
@@ -66,6 +67,16 @@ class SseDecoder:
             self._check(waiting)
             self._gathered, self._gathered_bytes = [self._buffer], waiting
             self._buffer = self._buffer[-1:]
+
+    def _with_line_feeds(self, chunk: bytes) -> bytes:
+        """Return the chunk with line feeds for all ends of lines."""
+        if self._held:
+            chunk, self._held = self._held + chunk, b""
+        if b"\r" not in chunk:
+            return chunk
+        if chunk.endswith(b"\r"):
+            chunk, self._held = chunk[:-1], b"\r"
+        return chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def _check(self, event_bytes: int) -> None:
         if event_bytes > self._max_event_bytes:

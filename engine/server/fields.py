@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from engine.contract.errors import BadRequest
+from engine.contract.requests import MAX_LISTED
 from engine.sched.sampling import MIN_REPETITION_PENALTY
 
 MAX_N = 16
@@ -145,6 +146,14 @@ def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, t
     return parse_at(
         kind, {name: value for name, value in body.items() if not _asks_nothing(name, value, kind, refused)}
     )
+
+
+def check_number(items: Sequence[object], where: str) -> None:
+    """Raises BadRequest for a list with more items than any real request has: a million take ten seconds to render."""
+    if len(items) > MAX_LISTED:
+        raise BadRequest(
+            f"{where} has {len(items)} entries; at most {MAX_LISTED} are read", param=where, code="invalid_value"
+        )
 
 
 def parse_at(kind: type[F], value: object, where: str = "") -> F:

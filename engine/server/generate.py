@@ -22,9 +22,9 @@ from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, prepare
 from engine.server.response_answers import ResponsesAnswer
 from engine.server.response_requests import prepare_response
-from engine.server.service import RETRY_AFTER_S, EngineService, ServerState
+from engine.server.service import EngineService, ServerState
 from engine.server.tracing import Timeline, traced
-from engine.server.wire import ending, read_body, send_json, write
+from engine.server.wire import RETRY_AFTER_S, body_of, ending, send_json, write
 
 
 @dataclass(slots=True)
@@ -121,8 +121,9 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
     service = state.serving()
     with state.answering(), traced(state.tracer, request, arrived_s) as seen:
         endpoint = Endpoint(request.path)
-        body = await read_body(request)
-        job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
+        async with body_of(request, state.bodies) as body:
+            job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
+        del body  # the answer may take minutes
         seen.prepared_s = time.perf_counter()
         service.metrics.prepare.observe(seen.prepared_s - arrived_s)
         try:
@@ -186,9 +187,7 @@ def _answer(
         )
     echoed = {}
     if job.echo:
-        for choice in choices.values():
-            prompt = job.prompts[choice.prompt]
-            echoed[choice.index] = prompt.text if prompt.text is not None else tokenizer.decode(prompt.tokens)
+        echoed = {choice.index: job.prompts[choice.prompt].text or "" for choice in choices.values()}
     return CompletionAnswer(
         f"cmpl-{secrets.token_hex(12)}",
         name,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.contract.errors import BadRequest
-from engine.server.fields import SharedFields, StopString, parse_at
+from engine.server.fields import SharedFields, StopString, check_number, parse_at
 from engine.server.marks import CacheControl
 
 _UNSUPPORTED = "unsupported_parameter"
@@ -88,6 +88,7 @@ def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]
         return []
     if not isinstance(content, list):
         raise _bad(where, "must be a string or a list of text blocks")
+    check_number(content, where)
     marks = []
     for j, block in enumerate(content):
         at = f"{where}[{j}]"

@@ -9,7 +9,7 @@ from typing import Any
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
-from engine.server.fields import GenerationFields, SharedFields, parse_at, parse_fields, shared
+from engine.server.fields import GenerationFields, SharedFields, check_number, parse_at, parse_fields, shared
 from engine.server.marks import Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
     REFUSED,
@@ -93,6 +93,7 @@ def _marks(fields: CountFields) -> list[Place]:
         gone = [is_billing(block) for block in fields.system] if isinstance(fields.system, list) else []
         found += [Place(0, parts - sum(gone[:parts]), mark.lifetime_s) for parts, mark in marks]
         first = 1
+    check_number(fields.messages, "messages")
     for i, message in enumerate(fields.messages, start=first):
         where = f"messages[{i - first}]"
         content = parse_at(Message, message, where).content

@@ -9,6 +9,7 @@ import orjson
 
 from engine.contract.errors import BadRequest
 from engine.sched.request import ToolUse
+from engine.server.fields import check_number
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -18,11 +19,13 @@ _EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "reasoning", 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the messages with joined text parts and parsed tool-call arguments. Raises BadRequest naming the fault."""
+    check_number(messages, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
     """Raises BadRequest if a tool is not a named function, or if a call is demanded: the engine forces no calls."""
+    check_number(tools or (), "tools")
     for i, tool in enumerate(tools or ()):
         where = f"tools[{i}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -72,6 +75,7 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise _bad(f"{where}.content", "must be a string or a list of text parts")
+    check_number(content, f"{where}.content")
     texts = []
     for j, part in enumerate(content):
         part_where = f"{where}.content[{j}]"
@@ -89,6 +93,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     """Return the calls with their arguments parsed: the API sends JSON text, templates render an object as JSON."""
     if not isinstance(calls, list):
         raise _bad(where, "must be a list")
+    check_number(calls, where)
     out = []
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None

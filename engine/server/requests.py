@@ -21,12 +21,15 @@ from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
 from engine.text.token_cache import TokenCache
-from engine.text.tokenizer import Encoded, Tokenizer
+from engine.text.tokenizer import PART_CHARS, Encoded, Tokenizer
 
 MAX_CHOICES = 64
 """Most choices (prompts times n) of one request."""
 COMPLETION_MAX_TOKENS = 16
 """The API's default for `/v1/completions`."""
+_USUAL_BYTES_PER_TOKEN = 8
+"""Texts with more bytes per token of the context are looked at in parts before they are tokenized. Usual texts have 3
+to 5 bytes per token."""
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -58,7 +61,7 @@ class Prompt:
     spans: tuple[KeySpan, ...]
     max_tokens: int
     text: str | None
-    """The prompt as the client wrote it, None for token ids and chats."""
+    """The prompt as the client wrote it; of token ids their text, if the answer repeats it. None: neither."""
     context: tuple[int, ...] = ()
     """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
@@ -194,11 +197,18 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def check_length(model: ModelText, text: str, param: str) -> None:
-    """Raises BadRequest if a text has too many bytes for the context: tokenizing takes a second per megabyte."""
-    size, most = len(text.encode()), model.tokenizer.most_bytes(model.max_model_len)
-    if size > most:
+    """Raises BadRequest if a text is too long for the context, as far as that can be told without tokenizing much of
+    it: a megabyte takes seconds, and up to 400 MB of memory."""
+    size, limit = len(text.encode()), model.max_model_len
+    if size > (most := model.tokenizer.most_bytes(limit)):
         raise BadRequest(
-            f"the prompt has {size} bytes; the model's context of {model.max_model_len} tokens holds at most {most}",
+            f"the prompt has {size} bytes; the model's context of {limit} tokens holds at most {most}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if size > max(_USUAL_BYTES_PER_TOKEN * limit, PART_CHARS) and model.tokenizer.surely_exceeds(text, limit):
+        raise BadRequest(
+            f"the prompt has {size} bytes, which are more tokens than the model's context of {limit} holds",
             param=param,
             code="context_length_exceeded",
         )
@@ -280,7 +290,8 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
     if encoded is None or not isinstance(prompt, str):
-        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, None, context, marks=kept)
+        text = model.tokenizer.decode(tokens) if fields.echo else None
+        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, text, context, marks=kept)
     else:
         made = Prompt(
             tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context, marks=kept
@@ -295,7 +306,7 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
     if (fields.n or 1) > 1:
         raise BadRequest("answer_so_far needs n to be 1", param="answer_so_far")
     check_length(model, fields.answer_so_far, "answer_so_far")
-    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop)
+    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop, prompt.max_tokens)
     check_ids(answered, model.vocab_size, "answer_so_far")
     if len(answered) >= prompt.max_tokens:
         raise BadRequest(

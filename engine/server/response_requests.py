@@ -18,7 +18,7 @@ from engine.contract.errors import ApiError, BadRequest, quoted
 from engine.contract.keys import canonical_chat, compact_json
 from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
-from engine.server.fields import GenerationFields, OpenAiFields, parse_fields, shared
+from engine.server.fields import GenerationFields, OpenAiFields, check_number, parse_fields, shared
 from engine.server.marks import kept_marks
 from engine.server.requests import (
     GenerationJob,
@@ -129,6 +129,7 @@ def _check_content(content: object, where: str) -> None:
         return
     if not isinstance(content, list):
         raise _bad(where, "must be a string or a list of text parts")
+    check_number(content, where)
     for j, part in enumerate(content):
         if not isinstance(part, dict):
             raise _bad(f"{where}[{j}]", "must be an object with a 'type'")

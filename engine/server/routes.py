@@ -21,18 +21,18 @@ from engine.contract.message_errors import error_body
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.metrics import EngineMetrics
+from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.message_requests import count_tokens
 from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
 from engine.server.service import EngineService, ServerState
-from engine.server.wire import finish, read_body
+from engine.server.wire import MAX_BODY_BYTES, body_of, finish
 
 log = logging.getLogger(__name__)
 
 STATE = web.AppKey("state", ServerState)
 METRICS = web.AppKey("metrics", EngineMetrics)
-MAX_BODY_BYTES = 64 * 2**20
 MAX_PODS_DIGITS = 9
 
 
@@ -190,18 +190,21 @@ def _card(service: EngineService) -> dict[str, Any]:
 
 async def _tokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_tokens_of, service.model, await read_body(request)))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        return _json(await service.workers.run(_tokens_of, service.model, body))
 
 
 async def _count_tokens(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    count = await service.workers.run(count_tokens, service.model, await read_body(request))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        count = await service.workers.run(count_tokens, service.model, body)
     return _json({"input_tokens": count})
 
 
 async def _detokenize(request: web.Request) -> web.Response:
     service = request.app[STATE].serving()
-    return _json(await service.workers.run(_text_of, service.model, await read_body(request)))
+    async with body_of(request, request.app[STATE].bodies) as body:
+        return _json(await service.workers.run(_text_of, service.model, body))
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -292,7 +295,9 @@ def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:
         text = _typed(fields, "prompt", str, "")
     else:
         messages = _typed(fields, "messages", list, [])
-        text = render_chat(model, messages, _typed(fields, "tools", list, []))
+        tools = _typed(fields, "tools", list, [])
+        check_number(tools, "tools")
+        text = render_chat(model, messages, tools)
     check_length(model, text, "prompt" if "prompt" in fields else "messages")
     special = _typed(fields, "add_special_tokens", bool, "prompt" in fields)
     ids = model.tokenizer.encode(text, add_special_tokens=special).ids
@@ -305,6 +310,12 @@ def _text_of(model: ModelText, body: bytes) -> dict[str, Any]:
     tokens = _typed(_known(body, ("model", "tokens"), model), "tokens", list, None)
     if not all(type(token) is int for token in tokens):
         raise BadRequest("tokens must be a list of token ids", param="tokens")
+    if len(tokens) > model.max_model_len:  # to decode a million takes 0.3 s, in which nothing else runs
+        raise BadRequest(
+            f"tokens has {len(tokens)} entries; the model's context holds {model.max_model_len}",
+            param="tokens",
+            code="context_length_exceeded",
+        )
     check_ids(tokens, model.vocab_size, "tokens")
     return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
 

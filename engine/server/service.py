@@ -19,10 +19,10 @@ from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.server.choices import AnswerChoice
 from engine.server.requests import GenerationJob, ModelText
+from engine.server.wire import RETRY_AFTER_S, BodyRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")
-RETRY_AFTER_S = 1.0
 
 
 class TextWorkers:
@@ -119,6 +119,7 @@ class ServerState:
         self.tracer: Tracer | None = None
         """None if traces are off."""
         self.is_draining = False
+        self.bodies = BodyRoom()
         self._active = 0
         self._idle = asyncio.Event()
         self._idle.set()

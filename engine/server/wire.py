@@ -8,9 +8,15 @@ from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
-from engine.contract.errors import BadRequest
+from engine.contract.errors import BadRequest, TooManyRequests
 
 BODY_TIMEOUT_S = 60.0
+MAX_BODY_BYTES = 64 * 2**20
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
+"""Most bytes of all bodies that have arrived and are not prepared yet."""
+SMALL_BODY_BYTES = 2**18
+"""Bytes of each body that do not count in MAX_BODIES_BYTES."""
+RETRY_AFTER_S = 1.0
 WRITE_TIMEOUT_S = 120.0
 """A client that reads nothing for this long is treated as gone."""
 SMALL_BYTES = 16_384
@@ -18,15 +24,64 @@ SMALL_BYTES = 16_384
 _SLICE_BYTES = 65_536
 
 
-async def read_body(request: web.Request) -> bytes:
-    """Return the request's whole body. Raises BadRequest if it comes late or does not match its headers."""
+class BodyRoom:
+    """Bounds the memory of all bodies that arrive or wait for a text thread. The first SMALL_BODY_BYTES of each do not
+    count, so that large bodies keep no small one out."""
+
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+
+
+class _Arriving:
+    """The bytes of one body that have arrived, as they count in the room."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room = room
+        self.size = self._counted = 0
+
+    def grow(self, chunk: int) -> None:
+        """Count a further chunk. Raises TooManyRequests."""
+        self.size += chunk
+        counted = max(0, self.size - SMALL_BODY_BYTES)
+        self._room.bytes += counted - self._counted
+        self._counted = counted
+        if counted and self._room.bytes > self._room.max_bytes:
+            raise TooManyRequests("too many large requests have arrived at once", retry_after_s=RETRY_AFTER_S)
+
+    def leave(self) -> None:
+        """Count the body no longer."""
+        self._room.bytes -= self._counted
+        self._counted = 0
+
+
+@asynccontextmanager
+async def body_of(request: web.Request, room: BodyRoom) -> AsyncIterator[bytes]:
+    """Yield the request's whole body, which counts in the room until the block ends.
+
+    Raises BadRequest if it comes late or does not match its headers, and TooManyRequests if there is no room.
+    """
+    arriving = _Arriving(room)
+    try:
+        yield await _read(request, arriving)
+    finally:
+        arriving.leave()
+
+
+async def _read(request: web.Request, arriving: _Arriving) -> bytes:
+    chunks = list[bytes]()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
+            while chunk := await request.content.readany():
+                chunks.append(chunk)
+                arriving.grow(len(chunk))
+                if arriving.size > MAX_BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, arriving.size)
     except TimeoutError:
         raise BadRequest(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except web.RequestPayloadError as error:
         raise BadRequest(f"the request body cannot be read: {error}") from None
+    return b"".join(chunks)
 
 
 async def write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:

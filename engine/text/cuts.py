@@ -12,15 +12,20 @@ between an ASCII letter and a space before another one, whatever else the text h
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 CHUNK_CHARS = 1024
 """Pieces are cut between two words after this many characters. So two texts that begin alike have pieces in common."""
-MAX_CUTTING_TOKENS = 1024
+MAX_CUTTING_TOKENS = 2**14
 """Most added tokens that are compared with each other, so that an odd checkpoint does not take minutes to load."""
 
+_BYTES = frozenset(ByteLevel.alphabet())
 _WORDS = re.compile("[A-Za-z] [A-Za-z]")
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -51,7 +56,7 @@ class Cuts:
     def of(state: Mapping[str, Any]) -> Cuts:
         """`state`: tokenizer.json."""
         tokens = cutting_tokens(state)
-        return Cuts(re.compile("|".join(map(re.escape, tokens))) if tokens else None, splits_words(state))
+        return Cuts(re.compile(_any_of(sorted({*tokens}))) if tokens else None, splits_words(state))
 
     def starts(self, text: str) -> list[int]:
         """Return where the text's pieces begin: 0 first, in ascending order."""
@@ -74,14 +79,15 @@ def cutting_tokens(state: Mapping[str, Any]) -> list[str]:
     added: Sequence[Mapping[str, Any]] = state["added_tokens"]
     if state["model"].get("dropout") or len(added) > MAX_CUTTING_TOKENS:
         return []
-    texts = [token["content"] for token in added]
+    alone = _standing_alone({token["content"] for token in added})
+    has_words = any(token["single_word"] for token in added)
     return [
         token["content"]
         for token in added
         if not token["normalized"]
         and _is_plain(token)
-        and not token["content"][0].isspace()
-        and _stands_alone(token["content"], texts)
+        and _can_follow(token["content"][0], after_words=has_words)
+        and token["content"] in alone
     ]
 
 
@@ -90,6 +96,8 @@ def splits_words(state: Mapping[str, Any]) -> bool:
     if state["model"]["type"] != "BPE" or state["model"].get("dropout"):
         return False
     if state["normalizer"] is not None and state["normalizer"]["type"] != "NFC":
+        return False
+    if not state["model"]["vocab"].keys() >= _BYTES:  # what has no token is left out, and nothing tells where
         return False
     if not all(_is_plain(token) and " " not in token["content"] for token in state["added_tokens"]):
         return False
@@ -113,14 +121,36 @@ def _is_plain(token: Mapping[str, Any]) -> bool:
     return bool(token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
 
 
-def _stands_alone(text: str, others: Sequence[str]) -> bool:
-    """Return whether no added token can be found at a place that overlaps this one: then this one is always found."""
-    return all(other == text or not (text in other or other in text or _overlap(text, other)) for other in others) and (
-        not _overlap(text, text)
-    )
+def _can_follow(char: str, *, after_words: bool) -> bool:
+    """Return whether every added token that is found before this character is also found at the end of a text, and the
+    other way round. `after_words`: some of them are found only if no word goes on after them."""
+    return char in string.punctuation and char != "_" if after_words else not char.isspace()
 
 
-def _overlap(one: str, other: str) -> bool:
-    """Return whether one of the texts ends with a beginning of the other that is shorter than both."""
-    lengths = range(1, min(len(one), len(other)))
-    return any(one[-length:] == other[:length] or other[-length:] == one[:length] for length in lengths)
+def _standing_alone(texts: Set[str]) -> set[str]:
+    """Return the texts of added tokens that overlap no added token at any place, so that they are always found."""
+    lengths = {len(text) for text in texts}
+    beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+    ends = {text[length:] for text in texts for length in range(1, len(text))}
+    others = set[str]()
+    for text in texts:
+        parts = {text[i : i + length] for length in lengths if length < len(text) for i in range(len(text))} - {text}
+        if within := parts & texts:
+            others |= {text, *within}
+        if any(text[:i] in ends or text[i:] in beginnings for i in range(1, len(text))):
+            others.add(text)
+    return {*texts} - others
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Return a regular expression for the texts, which are in order. None of them begins with another one.
+
+    It decides by one character after the other. An alternative for each text would hold the interpreter's lock for
+    seconds in a text that nearly has thousands of them.
+    """
+    first, last = texts[0], texts[-1]
+    if first == last:
+        return re.escape(first)
+    shared = next(i for i in range(len(first)) if first[i] != last[i])
+    groups = groupby((text[shared:] for text in texts), lambda rest: rest[0])
+    return f"{re.escape(first[:shared])}(?:{'|'.join(_any_of(list(alike)) for _, alike in groups)})"

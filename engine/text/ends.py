@@ -11,7 +11,8 @@ class JoinedEnds(Sequence[int]):
     """The ends of consecutive pieces of a text.
 
     A token's end is the start of the token after it, if that is later than the token's own end
-    (`tokenizer.Encoded.ends`). So the end of a piece's last token depends on the next piece.
+    (`tokenizer.Encoded.ends`). So the end of a piece's last token depends on the next piece. If the text itself has no
+    tokens, those around it come from none of it.
     """
 
     def __init__(self, chars: int, added_before: int = 0, added_after: int = 0) -> None:
@@ -39,7 +40,7 @@ class JoinedEnds(Sequence[int]):
 
     def within(self, chars: int) -> int:
         """Return how many tokens come only from the text's first `chars` characters."""
-        if chars >= self._chars:
+        if chars >= self._chars or not self._length:
             return len(self)
         piece = bisect_right(self._starts, chars) - 1
         if piece < 0:
@@ -62,7 +63,7 @@ class JoinedEnds(Sequence[int]):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index] - self._before
         if not 0 <= i < self._length:
-            return 0 if i < 0 else self._chars
+            return 0 if i < 0 or not self._length else self._chars
         piece = bisect_right(self._first_tokens, i) - 1
         if piece + 1 < len(self._pieces) and i + 1 == self._first_tokens[piece + 1]:
             return self._starts[piece + 1]

@@ -14,6 +14,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._beginnings = [_Beginning(stop) for stop in stops]
         self._held = ""
         self.found: str | None = None
         """The stop string that ended the text."""
@@ -29,7 +30,7 @@ class StopStrings:
             end, start = min(found)
             self.found = text[start:end]
             return text[:start], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(beginning.after(piece) for beginning in self._beginnings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -39,9 +40,33 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Beginning:
+    """The longest end of a text that is a beginning of one stop string. It costs the same for each character of the
+    text, whatever the stop string is (Knuth, Morris and Pratt)."""
+
+    __slots__ = ("_borders", "_length", "_stop")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        self._borders = [0, 0]
+        """For each length up to the longest one reached: the longest shorter beginning with which this one ends."""
+
+    def after(self, piece: str) -> int:
+        """Return the length after a further piece of the text, which does not complete the stop string."""
+        stop, borders, length = self._stop, self._borders, self._length
+        for char in piece:
+            while length and stop[length] != char:
+                length = borders[length]
+            if stop[length] == char:
+                length += 1
+                if length == len(borders):
+                    borders.append(self._longer(borders[-1], stop[length - 1]))
+        self._length = length
+        return length
+
+    def _longer(self, border: int, char: str) -> int:
+        """Return the border of the beginning that is longer by `char` than the one with this border."""
+        while border and self._stop[border] != char:
+            border = self._borders[border]
+        return border + (self._stop[border] == char)

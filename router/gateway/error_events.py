@@ -66,9 +66,16 @@ def engine_error(events: bytes) -> EngineError | None:
     except orjson.JSONDecodeError:
         return EngineError("an error")
     if not isinstance(error, dict):
-        return EngineError(str(error)[:MAX_MESSAGE_CHARS]) if error else None
+        return EngineError(_text(error)) if error else None
     kind = error.get("type")
     code = error["code"] if isinstance(error.get("code"), int) else None
     if kind in _CLIENTS_FAULTS or (code is not None and 400 <= code < 500):
         return None
-    return EngineError(str(error.get("message") or kind or "an error")[:MAX_MESSAGE_CHARS], code)
+    return EngineError(_text(error.get("message") or kind or "an error"), code)
+
+
+def _text(said: object) -> str:
+    try:
+        return str(said)[:MAX_MESSAGE_CHARS]
+    except RecursionError:  # orjson reads deeper nesting than Python writes
+        return "an error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from typing import Any, cast
 
 import pytest
@@ -138,6 +139,17 @@ def test_the_work_for_a_large_sse_event_grows_with_its_size_and_not_with_the_squ
         out += decoder.feed(Copied(stream[start : start + chunk_bytes]))
     assert out == [text]
     assert Copied.copied_bytes < 4 * len(text)
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_a_large_sse_event_of_many_lines_takes_as_long_with_any_ends_of_lines(line_end: bytes) -> None:
+    line, lines = b"x" * 90, 20_000
+    stream, decoder, out = (b"data: " + line + line_end) * lines + line_end + b":", SseDecoder(), list[bytes]()
+    began_s = time.thread_time()
+    for start in range(0, len(stream), 1000):
+        out += decoder.feed(stream[start : start + 1000])
+    assert out == [b"\n".join([line] * lines)]
+    assert time.thread_time() - began_s < 1  # 0.05 s; when each piece led to a search of all before it, 10 s
 
 
 @pytest.mark.parametrize("max_bytes", [100, 2 * sse.GATHERED_FROM])

@@ -90,6 +90,7 @@ def test_refusals_name_field_value_and_what_is_allowed(
         ("port: 1\nhost: b\nport: 2", ["'port' occurs twice, on lines 1 and 3"]),
         ("deadline_s: 1\ndeadline-s: 2", ["'deadline_s' occurs twice, on lines 1 and 2"]),
         ("host: " + "[" * 2000 + "]" * 2000, ["cannot be read", "recursion"]),
+        ("config: other.yaml", ["key 'config' is unknown; allowed: admin, deadline_s"]),
     ],
 )
 def test_refusals_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -155,4 +156,20 @@ async def test_a_chat_whose_last_message_is_continued(start: Start, loaded: Load
 def test_the_tokens_of_a_text_within_an_answer_are_its_text(train: Any, text: str) -> None:
     tokenizer = Tokenizer(train())
     before = tokenizer.encode("Before\n", add_special_tokens=False).ids
-    assert tokenizer.decode([*before, *answered_tokens(tokenizer, text, ())]) == "Before\n" + text
+    assert tokenizer.decode([*before, *answered_tokens(tokenizer, text, (), 1000)]) == "Before\n" + text
+
+
+async def test_more_tokens_than_the_answer_may_have_are_not_decoded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = Tokenizer.decode
+
+    def spy(tokenizer: Tokenizer, ids: Sequence[int], **fields: bool) -> str:
+        decoded.append(len(ids))
+        return decode(tokenizer, ids, **fields)
+
+    monkeypatch.setattr(Tokenizer, "decode", spy)
+    status, body = await engine.ask(Endpoint.COMPLETIONS, **TEXT, max_tokens=20, answer_so_far="x1" * 1000)
+    assert (status, body["error"]["code"]) == (400, "answer_complete")
+    assert max(decoded, default=0) <= 20

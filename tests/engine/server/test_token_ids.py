@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from engine.backend.sim import SimBackend
 from engine.sched.plan import StepPlan, StepResult
+from engine.text.tokenizer import Tokenizer
 from tests.engine.server.conftest import FAST, Engine, Start
 from tests.engine.server.test_streaming import CHAT, TEXT, events_of
 
@@ -106,3 +109,23 @@ async def test_echo_and_several_prompts_have_each_their_own(engine: Engine) -> N
     events = await streamed(engine, TEXT, prompt=prompts, max_tokens=2, echo=True)
     told = [c["prompt_token_ids"] for e in events for c in e.get("choices", ()) if "prompt_token_ids" in c]
     assert sorted(told) == sorted(prompts)
+
+
+async def test_ids_that_an_answer_repeats_are_decoded_once_and_not_on_the_event_loop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(range(100, 150)), list(range(200, 250))]
+    decoded: list[tuple[list[int], bool]] = []
+    decode = Tokenizer.decode
+
+    def spy(tokenizer: Tokenizer, ids: Sequence[int], **fields: bool) -> str:
+        decoded.append((list(ids), threading.current_thread() is threading.main_thread()))
+        return decode(tokenizer, ids, **fields)
+
+    monkeypatch.setattr(Tokenizer, "decode", spy)
+    status, body = await engine.ask(TEXT, prompt=prompts, n=3, echo=True, max_tokens=1, ignore_eos=True)
+    assert status == 200
+    tokenizer = engine.service.model.tokenizer
+    assert [item for item in decoded if item[0] in prompts] == [(prompt, False) for prompt in prompts]
+    for choice in body["choices"]:
+        assert choice["text"].startswith(decode(tokenizer, prompts[choice["index"] // 3]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import time
+from typing import Any
 
+import orjson
 import pytest
 
 from engine.contract.errors import BadRequest
+from engine.contract.requests import MAX_LISTED
 from engine.server.fields import MAX_ENTRIES, parse_fields
 from tests.engine.server.conftest import Engine
 from tests.engine.server.test_deep_bodies import FIELDS, HI, WHOLE
@@ -44,3 +48,29 @@ async def test_a_name_of_megabytes_is_cut(engine: Engine, path: str) -> None:
         async with engine.post(path, **{**WHOLE.get(path, {}), **change}) as response:
             assert response.status == 400
             assert len(await response.read()) < 5000
+
+
+PART = {"type": "text", "text": "x"}
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+MANY = MAX_LISTED + 1
+LISTS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [HI] * MANY}, "messages"),
+    ("/v1/chat/completions", {"messages": [{**HI, "content": [PART] * MANY}]}, "messages[0].content"),
+    ("/v1/chat/completions", {"messages": [{**HI, "tool_calls": [CALL] * MANY}]}, "messages[0].tool_calls"),
+    ("/v1/chat/completions", {"messages": [HI], "tools": [TOOL] * MANY}, "tools"),
+    ("/v1/messages", {"messages": [HI] * MANY, "max_tokens": 1}, "messages"),
+    ("/v1/messages", {"messages": [{**HI, "content": [PART] * MANY}], "max_tokens": 1}, "messages[0].content"),
+    ("/v1/messages", {"messages": [HI], "system": [PART] * MANY, "max_tokens": 1}, "system"),
+    ("/v1/messages/count_tokens", {"messages": [HI] * MANY}, "messages"),
+    ("/v1/responses", {"input": [{**HI, "content": [{**PART, "type": "input_text"}] * MANY}]}, "input[0].content"),
+    ("/tokenize", {"messages": [HI] * MANY}, "messages"),
+    ("/tokenize", {"messages": [HI], "tools": [TOOL] * MANY}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "where"), LISTS)
+async def test_lists_have_a_bound(engine: Engine, path: str, fields: dict[str, Any], where: str) -> None:
+    async with engine.http.post(engine.url + path, data=io.BytesIO(orjson.dumps(fields))) as response:
+        status, answer = response.status, orjson.loads(await response.read())
+    assert (status, answer["error"]["message"]) == (400, f"{where} has 16385 entries; at most 16384 are read")

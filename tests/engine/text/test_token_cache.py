@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from bisect import bisect_right
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text import cuts, token_cache
 from engine.text.cuts import KNOWN_EXPRESSIONS, MAX_CUTTING_TOKENS, cutting_tokens, splits_words
@@ -39,6 +40,15 @@ def metaspace_before_the_first() -> tokenizers.Tokenizer:
     return made
 
 
+def words() -> tokenizers.Tokenizer:
+    """Return a tokenizer for which white space is nothing, with a token before the text and one after it."""
+    made = tokenizers.Tokenizer(models.WordLevel({"?": 0, "<|end|>": 1, "<|turn|>": 2, "the": 3, "dog": 4}, "?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(SPECIALS)
+    made.post_processor = processors.BertProcessing(("<|end|>", 1), ("<|turn|>", 2))
+    return made
+
+
 def byte_level(expression: str = "", *, prefix_space: bool = False, trims: bool = True) -> tokenizers.Tokenizer:
     """Return a tokenizer that splits texts by the regular expression; empty: by GPT-2's."""
     made = train_byte_level()
@@ -58,6 +68,7 @@ TOKENIZERS = {
     **{name: Tokenizer(byte_level(expression)) for name, expression in KNOWN_EXPRESSIONS.items()},
     "metaspace": Tokenizer(train_metaspace()),
     "metaspace, first": Tokenizer(metaspace_before_the_first()),
+    "words": Tokenizer(words()),
 }
 WORDS = [
     "the dog",
@@ -103,6 +114,13 @@ def test_tokens_and_ends_are_those_of_the_whole_text(name: str, texts: list[str]
             assert 0 <= cache.bytes <= max_bytes
 
 
+def test_tokens_around_a_text_without_tokens_come_from_none_of_it() -> None:
+    tokenizer, text = TOKENIZERS["words"], " " * token_cache.LEAST_CHARS
+    cache = TokenCache(tokenizer, MIB)
+    for _ in range(3):
+        assert same(cache.encode(text, "", add_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
+
+
 def test_which_tokenizers_are_cut_between_words() -> None:
     cut = {name for name, tokenizer in TOKENIZERS.items() if tokenizer.cuts.between_words}
     assert cut == {"GPT-2", "GPT-2, offsets with spaces", *KNOWN_EXPRESSIONS}
@@ -122,6 +140,18 @@ def test_other_tokenizers_are_not_cut_between_words(change: dict[str, Any]) -> N
     state = json.loads(byte_level().to_str())
     assert splits_words(state)
     assert not splits_words({**state, **change})
+
+
+@pytest.mark.parametrize("corpus", ["ACGT ACGGT TTGA", "ACGTACGGTTTGA"])
+def test_a_tokenizer_that_does_not_know_all_letters_is_not_cut_between_words(corpus: str) -> None:
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator([corpus] * 9, trainers.BpeTrainer(special_tokens=["<s>"], show_progress=False))
+    tokenizer = Tokenizer(made)
+    cache, text = TokenCache(tokenizer, MIB), f"<s>{corpus * 100} a b"
+    for _ in range(3):
+        assert same(cache.encode(text, "", add_special_tokens=True), tokenizer.encode(text, add_special_tokens=True))
+    assert not tokenizer.cuts.between_words
 
 
 @pytest.mark.parametrize("token", [AddedToken("a b"), AddedToken("x", rstrip=True), AddedToken("y", lstrip=True)])
@@ -276,9 +306,50 @@ def test_texts_are_cut_only_where_a_token_is_always_found(token: AddedToken, cut
     assert cutting_tokens(state_with(token)) == cuts
 
 
+def test_after_an_added_token_that_is_a_single_word_texts_are_cut_only_before_punctuation() -> None:
+    made = byte_level()
+    made.add_tokens([AddedToken("dog", normalized=False, single_word=True), AddedToken("fox", normalized=False)])
+    tokenizer = Tokenizer(made)
+    cache = TokenCache(tokenizer, MIB)
+    for text in [f"<|turn|>{'a cat ' * 60}dogfox", f"<|turn|>{'a cat ' * 60}dog<|end|>"] * 3:
+        assert same(cache.encode(text, "", add_special_tokens=False), tokenizer.encode(text, add_special_tokens=False))
+    assert cache.hit_chars > 0
+
+
 def test_a_random_tokenizer_and_one_with_very_many_added_tokens_are_not_cut() -> None:
     state = state_with()
     assert cutting_tokens(state) == SPECIALS
     assert cutting_tokens({**state, "model": {**state["model"], "dropout": 0.1}}) == []
     many = [{**state["added_tokens"][0], "content": f"<{i}>"} for i in range(MAX_CUTTING_TOKENS)]
     assert cutting_tokens({**state, "added_tokens": [*many, *state["added_tokens"]]}) == []
+
+
+@given(
+    texts=st.sets(st.text("ab<>", min_size=1, max_size=5), min_size=1, max_size=6), text=st.text("ab<>", max_size=60)
+)
+def test_cuts_are_where_an_added_token_begins_and_no_other_one_overlaps_it(texts: set[str], text: str) -> None:
+    state = state_with(*(AddedToken(token, normalized=False) for token in texts))
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in texts]
+    tokens = set(cutting_tokens(state))
+    places = [i for i in range(1, len(text)) if any(text.startswith(token, i) for token in tokens)]
+    assert cuts.Cuts.of({**state, "pre_tokenizer": None}).starts(text) == [0, *places]
+    for token in texts:
+        others = {
+            (other, i) for other in texts for i in range(1 - len(other), len(token)) if can_have_both(token, other, i)
+        }
+        assert (token in tokens) == (others == {(token, 0)})
+
+
+def can_have_both(one: str, other: str, place: int) -> bool:
+    """Return whether a text can have one at 0 and the other one at the place."""
+    return all(one[i] == other[i - place] for i in range(max(0, place), min(len(one), place + len(other))))
+
+
+def test_a_text_that_nearly_has_very_many_added_tokens_is_cut_as_fast_as_any_other() -> None:
+    names = ["[INST]", *(f"<SPECIAL_{i}>" for i in range(1000))]
+    state = state_with(*(AddedToken(name, normalized=False) for name in names))
+    began_s = time.thread_time()
+    found = cuts.Cuts.of(state)
+    for unit in ("<", "[", "<SPECIAL_", "<SPECIAL_99"):
+        assert found.starts(unit * (2**20 // len(unit))) == [0]
+    assert time.thread_time() - began_s < 1  # 0.1 s; with an alternative for each token it was 10

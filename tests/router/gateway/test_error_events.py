@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -38,6 +39,13 @@ def test_any_event_says_something_or_nothing(stream: bytes) -> None:
         assert 0 < len(said.message) <= MAX_MESSAGE_CHARS
         assert said.code is None or not 400 <= said.code < 500
         said.message.encode()
+
+
+@pytest.mark.parametrize("error", [b"%b", b'{"message": %b}'])
+def test_an_error_nested_more_deeply_than_python_writes_is_an_error(error: bytes) -> None:
+    said = engine_error(b'data: {"error": %b}\n\n' % (error % (b"[" * 1000 + b"]" * 1000)))
+    assert said is not None
+    assert said.message == "an error"
 
 
 @given(errors)

@@ -467,6 +467,8 @@ def test_the_policies_of_the_settings_are_the_policies_there_are() -> None:
         (["--engines", "http://a", "--redis-url", "http://r"], "redis://"),
         (["--engines", "http://a", "--policy", "best"], "predicted_ttft"),
         (["--engines", "http://a", "--retries", "-1"], "--retries"),
+        (["--engines", "http://a", "--connect-timeout-s", "inf"], "--connect-timeout-s: got 'inf'"),
+        (["--engines", "http://a", "--drain-delay-s", "inf"], "--drain-delay-s: got 'inf'"),
         (["--engines", "http://a", "--polcy", "x"], "did you mean '--policy'"),
     ],
 )
