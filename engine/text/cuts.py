@@ -24,6 +24,9 @@ CHUNK_CHARS = 1024
 """Pieces are cut between two words after this many characters. So two texts that begin alike have pieces in common."""
 MAX_CUTTING_TOKENS = 2**14
 """Most added tokens that are compared with each other, so that an odd checkpoint does not take minutes to load."""
+MAX_TOKEN_CHARS = 128
+"""Longest added token of a tokenizer whose texts are cut. The expression for all tokens may be nested as deeply as the
+longest token has characters, and the compiler of expressions bounds the depth."""
 
 _BYTES = frozenset(ByteLevel.alphabet())
 _WORDS = re.compile("[A-Za-z] [A-Za-z]")
@@ -78,6 +81,8 @@ def cutting_tokens(state: Mapping[str, Any]) -> list[str]:
     """Return the added tokens of a tokenizer.json before which a text can be cut; none if the tokenizer is random."""
     added: Sequence[Mapping[str, Any]] = state["added_tokens"]
     if state["model"].get("dropout") or len(added) > MAX_CUTTING_TOKENS:
+        return []
+    if any(len(token["content"]) > MAX_TOKEN_CHARS for token in added):
         return []
     alone = _standing_alone({token["content"] for token in added})
     has_words = any(token["single_word"] for token in added)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.text import cuts, token_cache
-from engine.text.cuts import KNOWN_EXPRESSIONS, MAX_CUTTING_TOKENS, cutting_tokens, splits_words
+from engine.text.cuts import (
+    KNOWN_EXPRESSIONS,
+    MAX_CUTTING_TOKENS,
+    MAX_TOKEN_CHARS,
+    Cuts,
+    cutting_tokens,
+    splits_words,
+)
 from engine.text.ends import tokens_within
 from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import Encoded, Tokenizer
@@ -322,6 +329,17 @@ def test_a_random_tokenizer_and_one_with_very_many_added_tokens_are_not_cut() ->
     assert cutting_tokens({**state, "model": {**state["model"], "dropout": 0.1}}) == []
     many = [{**state["added_tokens"][0], "content": f"<{i}>"} for i in range(MAX_CUTTING_TOKENS)]
     assert cutting_tokens({**state, "added_tokens": [*many, *state["added_tokens"]]}) == []
+
+
+def test_added_tokens_may_branch_as_often_as_the_longest_one_has_characters() -> None:
+    state = state_with()
+    special = state["added_tokens"][0]
+    nested = ["<" + "a" * i + "b>" for i in range(MAX_TOKEN_CHARS - 2)]
+    state["added_tokens"] = [{**special, "content": content} for content in nested]
+    assert len(nested[-1]) == MAX_TOKEN_CHARS
+    assert Cuts.of(state).starts("x" + "x".join(nested))[1:3] == [1, 1 + len(nested[0]) + 1]
+    state["added_tokens"] += [{**special, "content": "c" * (MAX_TOKEN_CHARS + 1)}]
+    assert cutting_tokens(state) == []
 
 
 @given(
