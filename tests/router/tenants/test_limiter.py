@@ -232,7 +232,7 @@ async def test_a_request_that_others_always_overtake_is_told_which_limit_it_met(
         return False
 
     monkeypatch.setattr(Quota, "take", overtaken)
-    who = tenant(**limits)
+    who = Tenant("t", limits=TenantLimits(**limits))
     async with running(Scripted(), who) as limiter:
         with pytest.raises(RateLimited) as refused:
             async with limiter.take(who, 90):
