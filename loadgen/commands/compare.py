@@ -28,6 +28,7 @@ from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
 from loadgen.output.screen import progress_screen
 from loadgen.output.settings import OutputSettings
+from loadgen.output.units import printable
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
 from loadgen.workloads.kinds import KINDS
@@ -161,7 +162,7 @@ def run(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
     if status:
-        progress_screen().out(f"{PROG}: {experiment.stopped}; {_kept(experiment)}", highlight=False)
+        progress_screen().out(printable(f"{PROG}: {experiment.stopped}; {_kept(experiment)}"), highlight=False)
     if not experiment.rounds:
         return status
     about = {"name": workload.name, **workload.about()}

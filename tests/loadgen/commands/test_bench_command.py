@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from engine.contract.settings import ConfigError
 from loadgen.commands import bench
@@ -139,6 +140,21 @@ def test_caches_that_cannot_be_emptied_end_it(tmp_path: Path, capsys: pytest.Cap
 def test_nobody_there_is_said_with_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run(["--port", "9", *SMALL, *FAST]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_what_the_server_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    class Rude(ArmGateway):
+        async def _models(self, request: web.Request) -> web.Response:
+            return web.Response(status=500, text="\x1b]0;refused")
+
+    with in_thread(ArmGateway(model="\x1b]0;served")) as serving:
+        assert bench.run(["--base-url", serving.url, *SMALL, *FAST[:2]]) in (0, 3)
+    with in_thread(Rude()) as refusing:
+        assert bench.run(["--base-url", refusing.url, *SMALL, *FAST]) == 1
+    shown = capsys.readouterr()
+    assert "]0;served" in shown.err
+    assert "]0;refused" in shown.err
+    assert "\x1b" not in shown.out + shown.err
 
 
 def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,14 @@ def status_of(argv: list[str]) -> int | str | None:
         return stopped.code
 
 
+def test_why_it_failed_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_thread(ArmGateway(model="\x1b]0;one")) as one, in_thread(ArmGateway(model="\x1b]0;two")) as two:
+        assert run([f"--arm=a={one.url}", f"--arm=b={two.url}", *FAST[1:], f"--out={tmp_path}"]) == 1
+    shown = capsys.readouterr().err
+    assert "]0;one" in shown
+    assert "\x1b" not in shown
+
+
 def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(delay_s={"round_robin": 0.05, "predicted_ttft": 0.05})) as gateway:
         flags = ["--rounds=2", "--api-key=secret", "--header=x-team=blue", f"--out={tmp_path}"]
