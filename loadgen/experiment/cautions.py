@@ -76,8 +76,12 @@ def _shortfall(summary: Summary) -> str:
 
 
 def _without_usage(arms: Sequence[Arm]) -> str:
-    silent = [arm.name for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
-    return f"{', '.join(silent)}: the answers carry no usage, so the hit rate is not known." if silent else ""
+    silent = [arm for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
+    if not silent:
+        return ""
+    wanted = any(arm.summary.goodput and "tpot" in arm.summary.goodput.objectives_ms for arm in silent)
+    unmet = " Nor is TPOT: every answer counts as missing its objective." if wanted else ""
+    return f"{', '.join(arm.name for arm in silent)}: the answers carry no usage, so the hit rate is not known.{unmet}"
 
 
 def _disagreements(arms: Sequence[Arm]) -> str:

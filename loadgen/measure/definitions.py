@@ -27,7 +27,8 @@ DEFINITIONS = {
     "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; max_in_flight"
     " of a pod counts those of one instant",
     "goodput": "requests that met every objective / all requests of the schedule; failed, refused and unsent ones count"
-    " as missing them. ttft and e2el count from the intended send time, in vLLM from the actual one."
+    " as missing them, and so do answers without usage if there is a tpot objective. ttft and e2el count from the"
+    " intended send time, in vLLM from the actual one."
     " request_goodput: per second",
     "cached_token_rate": "cached prompt tokens / prompt tokens over completed requests, according to usage"
     " (prompt_tokens_details.cached_tokens)",

@@ -89,6 +89,8 @@ def test_a_server_without_usage_gets_no_reason() -> None:
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
     assert "the reason is not known" in lines[0]
     assert "round_robin, arm: the answers carry no usage, so the hit rate is not known." in warned
+    unmet = summarise(made_run([request(has_usage=False)]), objectives_ms={"tpot": 50.0})
+    assert "Nor is TPOT: every answer counts as missing its objective." in cautions_about(unmet)
 
 
 def test_a_faster_arm_that_fails_more_does_not_win() -> None:
