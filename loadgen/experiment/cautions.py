@@ -79,9 +79,13 @@ def _without_usage(arms: Sequence[Arm]) -> str:
     silent = [arm for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
     if not silent:
         return ""
-    wanted = any(arm.summary.goodput and "tpot" in arm.summary.goodput.objectives_ms for arm in silent)
+    uncounted = [arm.summary.goodput for arm in silent if not arm.summary.output_tokens]
+    wanted = any(goodput and "tpot" in goodput.objectives_ms for goodput in uncounted)
     unmet = " Nor is TPOT: every answer counts as missing its objective." if wanted else ""
-    return f"{', '.join(arm.name for arm in silent)}: the answers carry no usage, so the hit rate is not known.{unmet}"
+    return (
+        f"{', '.join(arm.name for arm in silent)}: the answers carry no usage, or none of prompt tokens, so the hit"
+        f" rate is not known.{unmet}"
+    )
 
 
 def _disagreements(arms: Sequence[Arm]) -> str:
@@ -106,10 +110,10 @@ def _disagreement(name: str, summary: Summary) -> str:
 
 def _warm_starts(arms: Sequence[Arm]) -> str:
     warm = [
-        f"{arm.name} found {arm.summary.reuse.cached_token_rate:.0%} of its prompt tokens cached, but its own"
+        f"{arm.name} found {rate:.0%} of its prompt tokens cached, but its own"
         f" requests could have left about {arm.summary.reuse.attainable_rate or 0:.0%}"
         for arm in arms
-        if arm.summary.reuse.exceeds_attainable
+        if arm.summary.reuse.exceeds_attainable and (rate := arm.summary.reuse.cached_token_rate) is not None
     ]
     if not warm:
         return ""
