@@ -117,6 +117,19 @@ def test_a_files_name_may_have_folders(gateway: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "meta").glob("llama-*.json"))) == 1
 
 
+@pytest.mark.parametrize(
+    "model", ["owner/a\x00b\x1b]0;c", "x" * 300, "\U0001f98a" * 100], ids=["control", "long", "wide"]
+)
+def test_any_model_has_a_result_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_thread(ArmGateway(model=model)) as serving:
+        flags = ["--base-url", serving.url, *SMALL, *FAST, "--save-result", "--result-dir", str(tmp_path)]
+        assert bench.run(flags) in (0, 3)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["model_id"] == model
+    assert path.name in capsys.readouterr().out
+    assert path.name.isprintable()
+
+
 def test_pods_are_counted_and_caches_emptied_if_asked(gateway: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     status = bench.run(
