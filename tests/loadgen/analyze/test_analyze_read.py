@@ -186,6 +186,12 @@ def test_traces_of_block_ids_give_rates_and_their_block_size_is_worked_out(block
     assert found.span_s == 9
     assert found.hit_rate_exact is None
     assert found.findings == ()
+    assert found.duplicate_requests == 0
+
+
+def test_an_empty_prompt_of_a_trace_repeats_none(tmp_path: Path) -> None:
+    rows = [{"input_length": 0, "hash_ids": []}, *trace(16), *trace(16)[:3]]
+    assert analysed(write_lines(tmp_path / "trace.jsonl", rows)).duplicate_requests == 3
 
 
 def test_reading_stops_when_memory_is_used_up(tmp_path: Path) -> None:
