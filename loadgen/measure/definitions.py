@@ -20,7 +20,7 @@ DEFINITIONS = {
     f" is lag exceeds {MAX_LAG_SHARE:.0%}, because reading is about as late. A comparison is judged by how much"
     " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
-    " request as infinitely slow and is absent if more than 1 % failed",
+    " request as infinitely slow and is absent if 1 % or more failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",
     "request_throughput": "completed requests / duration, per second; output and total token throughput likewise",
     "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly over its answer",
