@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from engine.contract.settings import ConfigError, Settings, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
-from loadgen.commands.finish import check_writable, report
+from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
 from loadgen.experiment.plan import Plan, Round
@@ -158,6 +158,9 @@ def run(argv: Sequence[str]) -> int:
             run_interruptible(experiment.run())
         except (ServerUnusable, WorkerDied) as error:
             experiment.stopped = str(error)
+            status = EXIT_FAILED
+        except OSError as error:
+            experiment.stopped = not_possible(error)
             status = EXIT_FAILED
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED

@@ -37,9 +37,17 @@ def drive(
     except (ServerUnusable, WorkerDied, ConfigError) as error:
         print(printable(f"{prog}: {error}"), file=sys.stderr)
         return None, EXIT_FAILED
+    except OSError as error:
+        print(printable(f"{prog}: {not_possible(error)}"), file=sys.stderr)
+        return None, EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{prog}: stopped; nothing was written", file=sys.stderr)
         return None, EXIT_INTERRUPTED
+
+
+def not_possible(error: OSError) -> str:
+    """Return in words what this machine could not do during a measurement, such as keep records on a full disk."""
+    return f"this machine cannot go on measuring: {error}"
 
 
 def check_writable(folder: str, flag: str) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,15 @@ def test_what_the_server_says_cannot_steer_the_terminal(capsys: pytest.CaptureFi
     assert "]0;served" in shown.err
     assert "]0;refused" in shown.err
     assert "\x1b" not in shown.out + shown.err
+
+
+def test_records_that_cannot_be_kept_end_it_in_one_line(
+    gateway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert bench.run(["--base-url", gateway.url, *SMALL, *FAST]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warmroute-loadgen bench: this machine cannot go on measuring: [Errno 2]")
 
 
 def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[str]) -> None:
