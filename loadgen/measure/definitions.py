@@ -11,8 +11,8 @@ DEFINITIONS = {
     " ttft_from_send, from the actual send time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
     "tpot": "time per output token after the first, of one request: (end - first token) / (output tokens - 1), as in"
     " vLLM and SGLang. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is this TPOT",
-    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over all requests, as in vLLM: those"
-    " whose text is empty count, and so do the one that opens a chat and the one that ends it."
+    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over completed requests, as in vLLM:"
+    " those whose text is empty count, and so do the one that opens a chat and the one that ends it."
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"

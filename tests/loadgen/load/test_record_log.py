@@ -66,7 +66,7 @@ def check(found: Records, expected: list[RequestRecord], start_s: float, kept_ke
     assert list(found.completed) == [record.failure is None for record in expected]
     for label, detail in zip(found.failures[1:], found.details[1:], strict=True):
         assert detail in [record.detail for record in expected if record.failure == label]
-    gaps = [gap for record in expected for gap in record.gaps_s]
+    gaps = [gap for record in expected if record.failure is None for gap in record.gaps_s]
     assert found.gaps.count == len(gaps)
     if gaps:
         assert found.gaps.mean == pytest.approx(np.mean(gaps))

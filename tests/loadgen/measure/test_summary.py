@@ -226,8 +226,9 @@ def test_most_tokens_in_a_second() -> None:
     assert summarise(made_run([steady, at_once])).max_output_tokens_per_s == pytest.approx(9.5)
 
 
-def test_gaps_are_pooled() -> None:
-    run = made_run([request(gaps_s=(0.01,) * 9), request(gaps_s=(0.03,))])
+def test_gaps_of_completed_requests_are_pooled() -> None:
+    """A request that was cut off or timed out is in no mean; the wait that ended it would be its longest gap."""
+    run = made_run([request(gaps_s=(0.01,) * 9), request(gaps_s=(0.03,)), failed(gaps_s=(5.0,), why="timeout")])
     found = summarise(run).itl
     assert found.mean_ms == pytest.approx(12)
     assert found.median_ms == pytest.approx(10, rel=0.01)
