@@ -27,6 +27,8 @@ Ints = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 MAX_NAMES = 65_536
 """Names per table; later names are counted under OTHERS."""
+MAX_NAME_CHARS = 256
+"""A longer name, such as a server may give its pod, is cut."""
 OTHERS = "(others)"
 KEPT_KEYS = 2**24
 """Prefix keys kept on disk, 128 MiB: enough for the first 500,000 requests of 8 KB."""
@@ -188,6 +190,7 @@ class _Names:
         self.codes = {"": 0}
 
     def code(self, name: str) -> int:
+        name = name[:MAX_NAME_CHARS]
         code = self.codes.get(name)
         if code is None:
             name = name if len(self.codes) < MAX_NAMES else OTHERS
