@@ -134,8 +134,8 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             raise ValueError("--baseline does not go with --sweep rate: each arm has a curve of its own")
         if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
             raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
-        if self.rates and "start_rate" in given:
-            raise ValueError("--rates and --start-rate exclude each other: give one of them")
+        if self.rates and (wrong := [name for name in ("start_rate", "precision") if name in given]):
+            raise ValueError(f"--rates and {_dashed(wrong[0])} exclude each other: listed rates are all that is tried")
 
     def fleet(self) -> FleetSpec:
         """Return the pods and the events of the fleet. Raises ValueError."""

@@ -90,8 +90,11 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
             raise ValueError(f"--{over_rate[0].replace('_', '-')} is for a sweep over rates, not over concurrency")
         if self.concurrencies and self.start_concurrency:
             raise ValueError("--concurrencies and --start-concurrency exclude each other: give one of them")
-        if self.rates and "start_rate" in self.model_fields_set:
-            raise ValueError("--rates and --start-rate exclude each other: give one of them")
+        listed = "--rates" if self.rates else "--concurrencies" if self.concurrencies else ""
+        searching = [n for n in ("start_rate", "max_rate", "precision") if n in self.model_fields_set]
+        if listed and searching:
+            unused = searching[0].replace("_", "-")
+            raise ValueError(f"{listed} and --{unused} exclude each other: listed steps are all that is tried")
         if len(set(self.policies)) < len(self.policies) or not all(self.policies):
             raise ValueError("--policies must name each policy once, and no empty one")
         return self
