@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
-from loadgen.commands.exit_status import EXIT_INTERRUPTED
-from loadgen.commands.finish import check_writable, report
+from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.one_arm import timed_by
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
@@ -219,6 +219,9 @@ def run(argv: Sequence[str]) -> int:
             else:
                 asked = len(settings.chosen_seeds())
                 result = simulate_arms(scenarios, settings.arms, baseline, shown, progress, asked)
+    except OSError as error:
+        print(f"{PROG}: {not_possible(error)}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
