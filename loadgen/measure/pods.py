@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from prometheus_client.samples import Sample
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 SCRAPE_TIMEOUT_S = 5.0
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
 MAX_PAGE_BYTES = 4 * 2**20
 """A larger page is not read to its end; vLLM's has about 100 KB."""
 MAX_COUNT = 2**53
@@ -131,12 +133,12 @@ class PodMetrics:
         try:
             async with self._http.get(url) as response:
                 if response.status != 200:
-                    return f"{address.name}: {url} answered HTTP {response.status}"
+                    return without_password(f"{address.name}: {url} answered HTTP {response.status}")
                 return parse_counters((await _page(response)).decode())
         except CounterError as error:
-            return f"{address.name}: {url}: {error}"
+            return without_password(f"{address.name}: {url}: {error}")
         except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
-            return f"{address.name}: {url}: {type(error).__name__} {error}".strip()
+            return without_password(f"{address.name}: {url}: {type(error).__name__} {error}".strip())
 
 
 async def _page(response: aiohttp.ClientResponse) -> bytes:
@@ -153,7 +155,13 @@ def address_of(url: str) -> PodAddress:
     """Return a pod known only by its address. The page to scrape is `url` if it has a path, else its /metrics."""
     parts = urlsplit(url)
     page = url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
-    return PodAddress(page.removeprefix(f"{parts.scheme}://").removesuffix("/metrics"), page)
+    name = without_password(page).removeprefix(f"{parts.scheme}://").removesuffix("/metrics")
+    return PodAddress(name, page)
+
+
+def without_password(text: str) -> str:
+    """Return the text with its URLs as `http://host`, even if they are `http://user:password@host`."""
+    return _USER.sub("", text)
 
 
 def pods_of_gateway(listing: str) -> list[PodAddress]:

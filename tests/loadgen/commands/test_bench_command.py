@@ -201,6 +201,9 @@ def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[st
         (["--percentile-metrics", "p99"], "--percentile-metrics"),
         (["--policy", "caf\u00e9"], "'policy' cannot be sent in an HTTP header"),
         (["--burstyness", "1"], "did you mean '--burstiness'"),
+        (["--base-url", "http://me:pw@gateway"], "must not name a user or password"),
+        (["--admin-url", "http://"], "must be http://host:port"),
+        (["--admin-url", "http://gateway:99999"], "Port out of range"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +254,18 @@ def test_a_trace_follows_the_rate_unless_its_own_times_are_asked_for(tmp_path: P
     assert plan(settings(*flags, "--arrival", "trace"))[0].session(3).start_s == 3
     with pytest.raises(ConfigError, match="needs a workload with times of its own"):
         plan(settings("--arrival", "trace"))
+
+
+def test_passwords_in_urls_of_pods_stay_out_of_every_file(
+    gateway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = gateway.url.removeprefix("http://")
+    pods = [f"http://user:hunter2@{host}/pod/0/metrics", f"http://user:hunter2@{host}/nowhere/metrics"]
+    flags = ["--base-url", gateway.url, *SMALL, *FAST[:2], "--metrics-urls", *pods, "--out", str(tmp_path)]
+    assert bench.run(flags) in (0, 3)
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert f"{host}/nowhere" in texts[0]
+    assert not any("hunter2" in text for text in (*texts, *capsys.readouterr()))
 
 
 def test_secrets_stay_out_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
