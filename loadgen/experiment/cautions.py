@@ -142,14 +142,17 @@ def _without_pods(arms: Sequence[Arm]) -> str:
 
 
 def _late(arms: Sequence[Arm]) -> str:
-    """Name the arms whose figures include the generator's lag although the comparison stands."""
+    """Name the valid arms whose figures include the generator's lag, and say whether all comparisons stand."""
     found = [(arm.name, arm.summary.validity) for arm in arms if arm.summary.validity.valid]
     late = [
         f"{one.lag_share:.1%} of the {one.lag_share_of} TTFT in {name}"
         for name, one in found
         if one.lag_share is not None and one.lag_share > MAX_LAG_SHARE
     ]
-    return f"The load generator's own lag may be {', '.join(late)}. The comparison stands." if late else ""
+    if not late:
+        return ""
+    stands = "" if any(arm.summary.validity.is_late for arm in arms) else " The comparison stands."
+    return f"The load generator's own lag may be {', '.join(late)}.{stands}"
 
 
 def _elsewhere(name: str, contrasts: Contrasts) -> str:
