@@ -209,6 +209,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--sweep", "rate", "--baseline", "round_robin"], "--baseline does not go with --sweep rate"),
         (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
         (["--sweep", "rate", "--rates", "3,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
+        (["--sweep", "rate", "--rates", "1e9"], "are over 10,000,000 requests"),
         (["--sweep", "rate", "--point-s", "inf"], "--point-s"),
         (["--sweep", "rate", "--start-rate", "inf"], "--start-rate"),
         (["--network-ms", "inf"], "--network-ms"),
