@@ -20,8 +20,11 @@ from loadgen.workloads.files import BROKEN
 BODY_FIELDS = ("body", "request_body", "request", "requestBody", "payload", "input", "kwargs")
 """Fields in which logs keep the request body, as an object or as JSON in a string."""
 TIME_FIELDS = ("timestamp", "time", "ts", "@timestamp", "created", "created_at", "start_time", "arrived_at")
-_MILLISECONDS_FROM = 1e11
-"""An epoch above this is in milliseconds; in seconds it would be the year 5138."""
+_EPOCH_UNITS = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))
+"""An epoch from the first number on counts this many parts of a second: nano-, micro- or milliseconds. In seconds, 1e11
+would be the year 5138."""
+_TIMES_BELOW = 1e20
+"""A larger number is no time: in nanoseconds it would be the year 5138."""
 _PEEK_LINES = 200
 _MOST_TOKENS = 2**31
 """A line of a trace with a longer prompt is skipped; otherwise sums over all prompts could be infinite."""
@@ -228,9 +231,11 @@ def _time_s(row: Mapping[str, Any]) -> float | None:
         if isinstance(value, bool) or value is None:
             continue
         if isinstance(value, int | float):
+            if abs(value) >= _TIMES_BELOW:
+                continue
             # Mooncake's traces count milliseconds from their start, Bailian's traces seconds.
-            in_ms = value >= _MILLISECONDS_FROM or ("hash_ids" in row and "chat_id" not in row)
-            return value / 1000 if in_ms else float(value)
+            usual = 1e3 if "hash_ids" in row and "chat_id" not in row else 1.0
+            return value / next((parts for least, parts in _EPOCH_UNITS if value >= least), usual)
         if isinstance(value, str):
             try:
                 moment = datetime.fromisoformat(value)

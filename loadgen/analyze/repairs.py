@@ -88,7 +88,11 @@ class SortKeys:
         if found is None:
             return text, b""
         end, value = found
-        return text[: at + len(self.left)] + sorted_json(value) + text[end:], b""
+        try:
+            ordered = sorted_json(value)
+        except RecursionError:  # nested just deeply enough to be read and not to be written
+            return text, b""
+        return text[: at + len(self.left)] + ordered + text[end:], b""
 
 
 @dataclass(slots=True)

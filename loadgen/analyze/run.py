@@ -174,7 +174,8 @@ def _block_loss(
 def _duplicates(sharing: Sharing, exact: np.ndarray[tuple[int], np.dtype[np.int64]], spec: AnalysisSpec) -> int:
     if len(exact):
         return int((exact >= np.round(sharing.tokens * spec.bytes_per_token)).sum())
-    return int((sharing.hit_blocks == np.diff(sharing.starts)).sum())
+    blocks = np.diff(sharing.starts)
+    return int(((sharing.hit_blocks == blocks) & (blocks > 0)).sum())
 
 
 def _reuse_gap(sharing: Sharing, times: array[float]) -> Gap | None:

@@ -1,4 +1,4 @@
-"""An analysis as text for the terminal."""
+"""An analysis as text for the terminal. Prompts are other people's text: none of it may control the terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from loadgen.analyze.model import Analysis
+from loadgen.output.units import printable
 
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print everything, with the recommendation last, because the reader looks there when the program ends."""
     for line in facts(analysis):
-        console.print(line, markup=False)
+        console.print(printable(line), markup=False)
     console.print()
     console.print(_cache_table(analysis))
     if analysis.block_loss:
@@ -28,7 +29,7 @@ def show(analysis: Analysis, console: Console) -> None:
     else:
         console.print("No difference was found before text that prompts share.\n", markup=False)
     for sentence in analysis.recommendation.sentences:
-        console.print(sentence, markup=False)
+        console.print(printable(sentence), markup=False)
 
 
 def facts(analysis: Analysis) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _prefix_table(a: Analysis) -> Table:
     table.add_column("begins", overflow="fold")
     for prefix in a.prefixes:
         tokens = f"{prefix.from_token:,} to {prefix.to_token:,}"
-        table.add_row(f"{prefix.requests:,}", tokens, escape(prefix.begins))
+        table.add_row(f"{prefix.requests:,}", tokens, escape(printable(prefix.begins)))
     return table
 
 
@@ -98,6 +99,8 @@ def _finding_table(a: Analysis) -> Table:
     table.add_column("for example", overflow="fold")
     table.add_column("cost, share of possible hits", justify="right")
     for finding in a.findings:
-        examples = "\n".join(escape(example) for example in finding.examples)
-        table.add_row(finding.kind.replace("_", " "), escape(finding.where), examples, f"{finding.cost_share:.0%}")
+        examples = "\n".join(escape(printable(example)) for example in finding.examples)
+        table.add_row(
+            finding.kind.replace("_", " "), escape(printable(finding.where)), examples, f"{finding.cost_share:.0%}"
+        )
     return table

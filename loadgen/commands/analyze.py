@@ -23,6 +23,7 @@ from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable
 from loadgen.output.save import write_whole
 from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
+from loadgen.output.units import printable
 
 PROG = "warmroute-loadgen analyze"
 
@@ -113,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
         analysis = _analyze(settings)
         return _write(analysis, settings)
     except (UnusableLog, ConfigError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print(printable(f"{PROG}: {error}"), file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from engine.contract.settings import ConfigError, Settings, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
-from loadgen.commands.finish import check_writable, report
+from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
 from loadgen.experiment.plan import Plan, Round
@@ -28,6 +28,7 @@ from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
 from loadgen.output.screen import progress_screen
 from loadgen.output.settings import OutputSettings
+from loadgen.output.units import printable
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
 from loadgen.workloads.kinds import KINDS
@@ -158,10 +159,13 @@ def run(argv: Sequence[str]) -> int:
         except (ServerUnusable, WorkerDied) as error:
             experiment.stopped = str(error)
             status = EXIT_FAILED
+        except OSError as error:
+            experiment.stopped = not_possible(error)
+            status = EXIT_FAILED
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
     if status:
-        progress_screen().out(f"{PROG}: {experiment.stopped}; {_kept(experiment)}", highlight=False)
+        progress_screen().out(printable(f"{PROG}: {experiment.stopped}; {_kept(experiment)}"), highlight=False)
     if not experiment.rounds:
         return status
     about = {"name": workload.name, **workload.about()}

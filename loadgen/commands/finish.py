@@ -19,6 +19,7 @@ from loadgen.output.save import Paths, save
 from loadgen.output.screen import result_screen
 from loadgen.output.settings import OutputSettings
 from loadgen.output.terminal import print_result
+from loadgen.output.units import printable
 from loadgen.result.model import Result
 
 T = TypeVar("T")
@@ -34,11 +35,19 @@ def drive(
         with open_progress() as progress:
             return run_interruptible(work(progress)), 0
     except (ServerUnusable, WorkerDied, ConfigError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(printable(f"{prog}: {error}"), file=sys.stderr)
+        return None, EXIT_FAILED
+    except OSError as error:
+        print(printable(f"{prog}: {not_possible(error)}"), file=sys.stderr)
         return None, EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{prog}: stopped; nothing was written", file=sys.stderr)
         return None, EXIT_INTERRUPTED
+
+
+def not_possible(error: OSError) -> str:
+    """Return in words what this machine could not do during a measurement, such as keep records on a full disk."""
+    return f"this machine cannot go on measuring: {error}"
 
 
 def check_writable(folder: str, flag: str) -> None:

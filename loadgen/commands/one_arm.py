@@ -25,6 +25,8 @@ from loadgen.result.model import Summary
 from loadgen.workloads.base import Session, Workload
 from loadgen.workloads.render import Renderer
 
+_SESSIONS_AT_ONCE = 256
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
@@ -156,6 +158,18 @@ def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
     """Return the workload, without its own times unless the arrivals follow them."""
     has_times = workload.length != 0 and workload.session(0).start_s is not None
     return Untimed(workload) if has_times and kind is not ArrivalKind.TRACE else workload
+
+
+async def sessions_of_step(workload: Workload, prompts: int) -> tuple[int, int]:
+    """Return the same as `sessions_of` inside an event loop: millions of sessions must not delay Ctrl-C."""
+    sessions = requests = 0
+    while requests < prompts:
+        more, theirs = sessions_of(workload, min(prompts - requests, _SESSIONS_AT_ONCE), sessions)
+        if not more:
+            break
+        sessions, requests = sessions + more, requests + theirs
+        await asyncio.sleep(0)
+    return sessions, requests
 
 
 def sessions_of(workload: Workload, prompts: int, first: int = 0) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from loadgen.result.model import Summary, SweepPoint
 MIN_GOOD_SHARE = 0.9
 MIN_ACHIEVED_SHARE = 0.95
 MIN_GAIN_SHARE = 0.1
+MOST_REQUESTS = 10_000_000
+"""The most requests of a step that is asked for, as of --num-prompts: with more it would take hours to prepare."""
 _LEAST_REQUESTS = 20
 """With fewer requests, medians of halves mean nothing."""
 

@@ -10,9 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
-from loadgen.commands.exit_status import EXIT_INTERRUPTED
-from loadgen.commands.finish import check_writable, report
+from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
+from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.one_arm import timed_by
+from loadgen.commands.saturation import MOST_REQUESTS
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
 from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
@@ -134,8 +135,11 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             raise ValueError("--baseline does not go with --sweep rate: each arm has a curve of its own")
         if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
             raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
-        if self.rates and "start_rate" in given:
-            raise ValueError("--rates and --start-rate exclude each other: give one of them")
+        first = max(self.rates, default=self.start_rate)
+        if first * self.point_s > MOST_REQUESTS:
+            raise ValueError(f"{first:g} requests/s for --point-s {self.point_s:g} are over {MOST_REQUESTS:,} requests")
+        if self.rates and (wrong := [name for name in ("start_rate", "precision") if name in given]):
+            raise ValueError(f"--rates and {_dashed(wrong[0])} exclude each other: listed rates are all that is tried")
 
     def fleet(self) -> FleetSpec:
         """Return the pods and the events of the fleet. Raises ValueError."""
@@ -219,6 +223,9 @@ def run(argv: Sequence[str]) -> int:
             else:
                 asked = len(settings.chosen_seeds())
                 result = simulate_arms(scenarios, settings.arms, baseline, shown, progress, asked)
+    except OSError as error:
+        print(f"{PROG}: {not_possible(error)}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"\n{PROG}: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -14,6 +14,7 @@ from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import timed_by
+from loadgen.commands.saturation import MOST_REQUESTS
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.commands.sweep_result import sweep_result
 from loadgen.commands.sweep_run import Steps, Sweep, SweepPlan
@@ -90,8 +91,17 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
             raise ValueError(f"--{over_rate[0].replace('_', '-')} is for a sweep over rates, not over concurrency")
         if self.concurrencies and self.start_concurrency:
             raise ValueError("--concurrencies and --start-concurrency exclude each other: give one of them")
-        if self.rates and "start_rate" in self.model_fields_set:
-            raise ValueError("--rates and --start-rate exclude each other: give one of them")
+        listed = "--rates" if self.rates else "--concurrencies" if self.concurrencies else ""
+        searching = [n for n in ("start_rate", "max_rate", "precision") if n in self.model_fields_set]
+        if listed and searching:
+            unused = searching[0].replace("_", "-")
+            raise ValueError(f"{listed} and --{unused} exclude each other: listed steps are all that is tried")
+        first = max(self.rates, default=min(self.start_rate, self.max_rate))
+        if not self.over_concurrency and first * self.point_s > MOST_REQUESTS:
+            raise ValueError(f"{first:g} requests/s for --point-s {self.point_s:g} are over {MOST_REQUESTS:,} requests")
+        at_once = max(self.concurrencies, default=self.start_concurrency or 1)
+        if at_once > MOST_REQUESTS // 10:
+            raise ValueError(f"{at_once} sessions at a time are over {MOST_REQUESTS // 10:,}")
         if len(set(self.policies)) < len(self.policies) or not all(self.policies):
             raise ValueError("--policies must name each policy once, and no empty one")
         return self
@@ -105,7 +115,8 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
         """Return the steps that the sweep tries."""
         if self.over_concurrency:
             return Steps(ArrivalKind.CLOSED, float(self.start_concurrency or 1), [float(c) for c in self.concurrencies])
-        return Steps(ArrivalKind.GAMMA, self.start_rate, self.rates, most=self.max_rate, burstiness=self.burstiness)
+        most = min(self.max_rate, MOST_REQUESTS / self.point_s)
+        return Steps(ArrivalKind.GAMMA, self.start_rate, self.rates, most=most, burstiness=self.burstiness)
 
 
 def plan(settings: SweepSettings) -> SweepPlan:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from loadgen.commands.one_arm import LoadSpec, OpenArm, sessions_of
+from loadgen.commands.one_arm import LoadSpec, OpenArm, sessions_of_step
 from loadgen.commands.saturation import reason
 from loadgen.commands.search import Search
 from loadgen.experiment.arms import ArmSpec
@@ -150,7 +150,7 @@ class Sweep:
     async def _play(self, curve: Curve, step: float) -> tuple[Summary, str]:
         """Run a step once; return its summary and why it saturates (empty: it does not)."""
         plan, arm = self.plan, curve.arm
-        sessions, planned = sessions_of(plan.workload, self._prompts(step))
+        sessions, planned = await sessions_of_step(plan.workload, self._prompts(step))
         assert self.isolation is not None
         salt = await self.isolation.begin(arm.deployment, arm.spec.name, self._count)
         self._count += 1

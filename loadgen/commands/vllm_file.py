@@ -16,6 +16,8 @@ from loadgen.output.save import write_whole
 from loadgen.result.model import Result
 from loadgen.result.vllm import Detailed, bench_json
 
+MODEL_BYTES = 128
+"""Longest part of a file's name that a model's name becomes; a file's name may have 255 bytes."""
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -36,7 +38,13 @@ class Naming:
             return self.folder / self.name
         rate = "inf" if self.rate is None or math.isinf(self.rate) else f"{self.rate:g}"
         concurrency = f"-concurrency{self.max_concurrency}" if self.max_concurrency else ""
-        return self.folder / f"{self.label}-{rate}qps{concurrency}-{result.model.split('/')[-1]}-{date}.json"
+        return self.folder / f"{self.label}-{rate}qps{concurrency}-{_file_part(result.model)}-{date}.json"
+
+
+def _file_part(model: str) -> str:
+    """Return the end of a model's name as a part of a file's name; a server may call its model anything."""
+    safe = "".join(letter if letter.isprintable() else "_" for letter in model.split("/")[-1])
+    return safe.encode()[:MODEL_BYTES].decode(errors="ignore")
 
 
 def write_bench_file(

@@ -76,8 +76,16 @@ def _shortfall(summary: Summary) -> str:
 
 
 def _without_usage(arms: Sequence[Arm]) -> str:
-    silent = [arm.name for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
-    return f"{', '.join(silent)}: the answers carry no usage, so the hit rate is not known." if silent else ""
+    silent = [arm for arm in arms if arm.summary.completed and arm.summary.reuse.cached_token_rate is None]
+    if not silent:
+        return ""
+    uncounted = [arm.summary.goodput for arm in silent if not arm.summary.output_tokens]
+    wanted = any(goodput and "tpot" in goodput.objectives_ms for goodput in uncounted)
+    unmet = " Nor is TPOT: every answer counts as missing its objective." if wanted else ""
+    return (
+        f"{', '.join(arm.name for arm in silent)}: the answers carry no usage, or none of prompt tokens, so the hit"
+        f" rate is not known.{unmet}"
+    )
 
 
 def _disagreements(arms: Sequence[Arm]) -> str:
@@ -102,10 +110,10 @@ def _disagreement(name: str, summary: Summary) -> str:
 
 def _warm_starts(arms: Sequence[Arm]) -> str:
     warm = [
-        f"{arm.name} found {arm.summary.reuse.cached_token_rate:.0%} of its prompt tokens cached, but its own"
+        f"{arm.name} found {rate:.0%} of its prompt tokens cached, but its own"
         f" requests could have left about {arm.summary.reuse.attainable_rate or 0:.0%}"
         for arm in arms
-        if arm.summary.reuse.exceeds_attainable
+        if arm.summary.reuse.exceeds_attainable and (rate := arm.summary.reuse.cached_token_rate) is not None
     ]
     if not warm:
         return ""
@@ -134,14 +142,17 @@ def _without_pods(arms: Sequence[Arm]) -> str:
 
 
 def _late(arms: Sequence[Arm]) -> str:
-    """Name the arms whose figures include the generator's lag although the comparison stands."""
+    """Name the valid arms whose figures include the generator's lag, and say whether all comparisons stand."""
     found = [(arm.name, arm.summary.validity) for arm in arms if arm.summary.validity.valid]
     late = [
         f"{one.lag_share:.1%} of the {one.lag_share_of} TTFT in {name}"
         for name, one in found
         if one.lag_share is not None and one.lag_share > MAX_LAG_SHARE
     ]
-    return f"The load generator's own lag may be {', '.join(late)}. The comparison stands." if late else ""
+    if not late:
+        return ""
+    stands = "" if any(arm.summary.validity.is_late for arm in arms) else " The comparison stands."
+    return f"The load generator's own lag may be {', '.join(late)}.{stands}"
 
 
 def _elsewhere(name: str, contrasts: Contrasts) -> str:

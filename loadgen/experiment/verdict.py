@@ -46,7 +46,7 @@ def able_arms(arms: Sequence[Arm], baseline: str) -> frozenset[str]:
 def speedup(contrast: Contrast) -> tuple[float, str]:
     """Return how many times as fast the arm is, and the interval of this factor in words."""
     ratio = contrast.ratio
-    if ratio.low is None or ratio.high is None:
+    if not ratio.low or ratio.high is None:  # from 0 on, the factor has no end
         return 1 / ratio.value, "no interval"
     return 1 / ratio.value, f"interval {1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
 

@@ -74,7 +74,7 @@ class StreamedAnswer:
                     self._complete, self.finished_s = True, now_s
                 else:
                     self._take(orjson.loads(event), now_s)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             self.fail("bad answer", f"{type(error).__name__} {error}", now_s)
 
     def _events_of(self, data: bytes) -> Iterable[bytes]:

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from engine.contract import headers
 from engine.contract.http.pool import Address
+from loadgen.measure.pods import without_password
 
 Paths = Mapping[str, str]
 PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -52,9 +53,11 @@ class Target:
     """Address at which a gateway lists its pods and resets their caches; empty: `url`."""
 
     def __post_init__(self) -> None:
-        parts = _split(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url {self.url!r} must be http://host:port or https://host")
+        for url in (self.url, self.admin_url) if self.admin_url else (self.url,):
+            if "@" in _split(url).netloc:
+                raise ValueError("a url must not name a user or password, which no request would carry")
+            if _split(url).scheme not in ("http", "https") or not _split(url).hostname:
+                raise ValueError(f"url {url!r} must be http://host:port or https://host")
         for name, value in (*self.headers.items(), ("api key", self.api_key), ("policy", self.policy)):
             if not (name + value).isprintable() or not (name + value).isascii():
                 raise ValueError(f"{name!r} cannot be sent in an HTTP header: only printable ASCII is allowed")
@@ -73,7 +76,7 @@ class Target:
     def origin(self) -> str:
         """Return the URL to which the paths of `get_text` are relative."""
         parts = _split(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.base_path}"
+        return f"{parts.scheme}://{parts.netloc}{self.base_path}"
 
     def address(self) -> Address:
         """Return the address to connect to. Raises OSError if the CA file cannot be read."""
@@ -89,8 +92,7 @@ class Target:
 
     def head(self, method: str, path: str) -> bytes:
         """Return request line and constant header fields, up to the last line break."""
-        host = _split(self.url).netloc.rpartition("@")[2]
-        fields = {"host": host, "accept": "*/*", "content-type": "application/json"}
+        fields = {"host": _split(self.url).netloc, "accept": "*/*", "content-type": "application/json"}
         if self.policy:
             fields[headers.POLICY] = self.policy
         if self.api_key:
@@ -136,5 +138,5 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"url {url!r}: {error}") from None
+        raise ValueError(f"url {without_password(url)!r}: {error}") from None
     return parts

@@ -11,8 +11,8 @@ DEFINITIONS = {
     " ttft_from_send, from the actual send time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
     "tpot": "time per output token after the first, of one request: (end - first token) / (output tokens - 1), as in"
     " vLLM and SGLang. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is this TPOT",
-    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over all requests, as in vLLM: those"
-    " whose text is empty count, and so do the one that opens a chat and the one that ends it."
+    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over completed requests, as in vLLM:"
+    " those whose text is empty count, and so do the one that opens a chat and the one that ends it."
     " Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
@@ -20,14 +20,15 @@ DEFINITIONS = {
     f" exceeds {MAX_LAG_SHARE:.0%}, because reading is about as late. A comparison is judged by how much"
     " lag can change its claim",
     "percentiles": "of completed requests, linear between order statistics; with_failures_p99 counts each failed"
-    " request as infinitely slow and is absent if more than 1 % failed",
+    " request as infinitely slow and is absent if 1 % or more failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",
     "request_throughput": "completed requests / duration, per second; output and total token throughput likewise",
     "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly over its answer",
     "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; max_in_flight"
     " of a pod counts those of one instant",
     "goodput": "requests that met every objective / all requests of the schedule; failed, refused and unsent ones count"
-    " as missing them. ttft and e2el count from the intended send time, in vLLM from the actual one."
+    " as missing them, and so do answers without usage if there is a tpot objective. ttft and e2el count from the"
+    " intended send time, in vLLM from the actual one."
     " request_goodput: per second",
     "cached_token_rate": "cached prompt tokens / prompt tokens over completed requests, according to usage"
     " (prompt_tokens_details.cached_tokens)",

@@ -14,6 +14,11 @@ Floats = npt.NDArray[np.float64]
 CDF_POINTS = np.linspace(0.0, 1.0, 101)
 
 
+def percentile_name(percent: float) -> str:
+    """Return the percentile as vLLM names it: '99', '99.9'; different ones have different names."""
+    return str(int(percent)) if percent == int(percent) else str(percent)
+
+
 def quantile_with_failures(sorted_values: Floats, failed: int, quantile: float) -> float:
     """Return the quantile with `failed` further infinite values; linear between order statistics, as in numpy.
 
@@ -47,7 +52,7 @@ def distribution(
         p90_ms=float(p90),
         p95_ms=float(p95),
         p99_ms=float(p99),
-        percentiles_ms={f"{p:g}": float(np.quantile(values, p / 100)) for p in percentiles},
+        percentiles_ms={percentile_name(p): float(np.quantile(values, p / 100)) for p in percentiles},
         cdf_ms=tuple(np.quantile(values, CDF_POINTS).tolist()) if cdf else (),
         with_failures_p99_ms=honest if np.isfinite(honest) else None,
     )

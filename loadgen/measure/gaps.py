@@ -1,4 +1,4 @@
-"""Gaps between chunks of all requests, pooled in a histogram, because a million requests have too many to keep."""
+"""Gaps between chunks of completed requests, pooled in a histogram: a million requests have too many to keep."""
 
 from __future__ import annotations
 

@@ -32,8 +32,12 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 def good_requests(columns: Columns, objectives_ms: Mapping[str, float]) -> npt.NDArray[np.bool_]:
-    """Return whether each request completed and met every objective; one-token answers meet any TPOT, as in vLLM."""
-    measured_s = {"ttft": columns.ttft_s, "tpot": np.nan_to_num(columns.tpot_s), "e2el": columns.e2e_s}
+    """Return whether each request completed and met every objective; one-token answers meet any TPOT, as in vLLM.
+
+    The TPOT of an answer without usage is not known, so it meets no such objective.
+    """
+    tpot_s = np.where(columns.has_usage, np.nan_to_num(columns.tpot_s), np.nan)
+    measured_s = {"ttft": columns.ttft_s, "tpot": tpot_s, "e2el": columns.e2e_s}
     good = columns.completed.copy()
     for name, limit_ms in objectives_ms.items():
         # Allow a microsecond more: a latency is a difference of clock readings, which is exact to about that.

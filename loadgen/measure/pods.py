@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -15,10 +16,16 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 SCRAPE_TIMEOUT_S = 5.0
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+MAX_PAGE_BYTES = 4 * 2**20
+"""A larger page is not read to its end; vLLM's has about 100 KB."""
+MAX_COUNT = 2**53
+"""The largest count of which a float holds every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,19 @@ def parse_counters(text: str) -> PodCount:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError as error:
         raise CounterError(f"it is not Prometheus text: {error}") from None
-    queries, hits = ([sample.value for sample in samples if sample.name in names] for names in (QUERIES, HITS))
+    queries, hits = (_values(samples, names) for names in (QUERIES, HITS))
     if not queries or not hits:
         raise CounterError(f"it has no {QUERIES[0]}: is its prefix cache switched on?")
     totals = sum(queries), sum(hits)
-    if not all(map(math.isfinite, totals)):
+    if not all(math.isfinite(total) and 0 <= total <= MAX_COUNT for total in totals):
         raise CounterError("its counters are not numbers of tokens")
     return PodCount(*map(int, totals))
+
+
+def _values(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
+    """Return the values under the first of `names` that occurs: some vLLM count the same tokens under both."""
+    found = ([sample.value for sample in samples if sample.name == name] for name in names)
+    return next(filter(None, found), [])
 
 
 def counted(before: Reading, after: Reading) -> Counted:
@@ -120,19 +133,35 @@ class PodMetrics:
         try:
             async with self._http.get(url) as response:
                 if response.status != 200:
-                    return f"{address.name}: {url} answered HTTP {response.status}"
-                return parse_counters(await response.text())
+                    return without_password(f"{address.name}: {url} answered HTTP {response.status}")
+                return parse_counters((await _page(response)).decode())
         except CounterError as error:
-            return f"{address.name}: {url}: {error}"
+            return without_password(f"{address.name}: {url}: {error}")
         except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError) as error:
-            return f"{address.name}: {url}: {type(error).__name__} {error}".strip()
+            return without_password(f"{address.name}: {url}: {type(error).__name__} {error}".strip())
+
+
+async def _page(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raises CounterError if it is larger than MAX_PAGE_BYTES."""
+    page = bytearray()
+    async for piece in response.content.iter_chunked(2**16):
+        page += piece
+        if len(page) > MAX_PAGE_BYTES:
+            raise CounterError(f"its page is larger than {MAX_PAGE_BYTES >> 20} MiB")
+    return bytes(page)
 
 
 def address_of(url: str) -> PodAddress:
     """Return a pod known only by its address. The page to scrape is `url` if it has a path, else its /metrics."""
     parts = urlsplit(url)
     page = url if parts.path.strip("/") else f"{url.rstrip('/')}/metrics"
-    return PodAddress(page.removeprefix(f"{parts.scheme}://").removesuffix("/metrics"), page)
+    name = without_password(page).removeprefix(f"{parts.scheme}://").removesuffix("/metrics")
+    return PodAddress(name, page)
+
+
+def without_password(text: str) -> str:
+    """Return the text with its URLs as `http://host`, even if they are `http://user:password@host`."""
+    return _USER.sub("", text)
 
 
 def pods_of_gateway(listing: str) -> list[PodAddress]:

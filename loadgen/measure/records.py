@@ -27,6 +27,8 @@ Ints = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 MAX_NAMES = 65_536
 """Names per table; later names are counted under OTHERS."""
+MAX_NAME_CHARS = 256
+"""A longer name, such as a server may give its pod, is cut."""
 OTHERS = "(others)"
 KEPT_KEYS = 2**24
 """Prefix keys kept on disk, 128 MiB: enough for the first 500,000 requests of 8 KB."""
@@ -119,7 +121,7 @@ class Records:
     details: tuple[str, ...]
     """For each of `failures`, the error message of one such request."""
     gaps: GapHistogram
-    """Gaps of completed and failed requests."""
+    """Gaps of completed requests."""
     _rows: npt.NDArray[np.void]
     _kept_gaps: Floats
     _kept_keys: npt.NDArray[np.uint64]
@@ -188,6 +190,7 @@ class _Names:
         self.codes = {"": 0}
 
     def code(self, name: str) -> int:
+        name = name[:MAX_NAME_CHARS]
         code = self.codes.get(name)
         if code is None:
             name = name if len(self.codes) < MAX_NAMES else OTHERS
@@ -229,7 +232,9 @@ class RecordLog:
     def add(self, record: RequestRecord) -> None:
         """Add the outcome of one request."""
         start_s, first_s = self._start_s, record.first_token_s
-        gaps_at = self._take_gaps(record.gaps_s) if record.gaps_s or self._keep_gaps else -1
+        if record.failure is None and record.gaps_s:
+            self._count_gaps(record.gaps_s)
+        gaps_at = self._store_gaps(record.gaps_s) if self._keep_gaps else -1
         self._pending.append(
             _PACKED.pack(
                 record.session,
@@ -279,13 +284,13 @@ class RecordLog:
             self._details.append(detail)
         return code
 
-    def _take_gaps(self, gaps_s: tuple[float, ...]) -> int:
+    def _count_gaps(self, gaps_s: tuple[float, ...]) -> None:
         self._gaps.extend(gaps_s)
         if len(self._gaps) >= _GAPS_PER_COUNT:
             self._histogram.add(self._gaps)
             self._gaps.clear()
-        if not self._keep_gaps:
-            return -1
+
+    def _store_gaps(self, gaps_s: tuple[float, ...]) -> int:
         at = self._gaps_written
         self._gap_file.write(struct.pack(f"<{len(gaps_s)}d", *gaps_s))
         self._gaps_written += len(gaps_s)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from loadgen.measure.columns import Columns, Floats, Run, columns_of
-from loadgen.measure.distributions import CDF_POINTS, distribution
+from loadgen.measure.distributions import CDF_POINTS, distribution, percentile_name
 from loadgen.measure.gaps import GapHistogram
 from loadgen.measure.goodput import goodput
 from loadgen.measure.occupancy import (
@@ -174,7 +174,7 @@ def _of_gaps(gaps: GapHistogram, percentiles: Sequence[float]) -> Distribution:
         p90_ms=gaps.quantile(0.9) * 1000,
         p95_ms=gaps.quantile(0.95) * 1000,
         p99_ms=gaps.quantile(0.99) * 1000,
-        percentiles_ms={f"{p:g}": gaps.quantile(p / 100) * 1000 for p in percentiles},
+        percentiles_ms={percentile_name(p): gaps.quantile(p / 100) * 1000 for p in percentiles},
         cdf_ms=tuple(gaps.quantile(float(point)) * 1000 for point in CDF_POINTS),
     )
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from loadgen.measure.records import RequestRecord
 from loadgen.output.screen import progress_screen
-from loadgen.output.units import MISSING, clipped, count, duration, milliseconds
+from loadgen.output.units import MISSING, clipped, count, duration, milliseconds, printable
 
 LINE_EVERY_S = 5.0
 REFRESH_PER_S = 2
@@ -167,7 +167,7 @@ class _Shown:
 
     def note(self, text: str) -> None:
         """Print a line, above the table if there is one."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def arm_started(self, name: str, planned: int | None) -> None:
         """Begin an arm, or its next block."""

@@ -24,6 +24,9 @@ LEADING = (
     "created",
 )
 """`kind` is arm, block or step; cells that do not apply are empty."""
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""Spreadsheets compute a text that begins like this. A server may call its model anything, so an apostrophe makes such
+a text plain."""
 
 
 def render_csv(result: Result) -> str:
@@ -66,4 +69,6 @@ def _row(summary: Summary, **place: Value | str) -> Cells:
 def _cell(value: Value | str) -> str:
     if value is None:
         return ""
+    if isinstance(value, str) and value.startswith(FORMULA):
+        return f"'{value}"
     return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)

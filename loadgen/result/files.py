@@ -43,7 +43,11 @@ def read_result(path: Path) -> Result:
             " use the version that wrote it, or measure again"
         )
     try:
-        return Result.model_validate_json(orjson.dumps(dump), strict=True)
+        again = orjson.dumps(dump)
+    except TypeError:
+        raise ResultUnreadable(f"{path} is nested too deeply: this is not a result.json") from None
+    try:
+        return Result.model_validate_json(again, strict=True)
     except ValidationError as error:
         raise ResultUnreadable("\n".join(f"{path}: {_explain(e)}" for e in error.errors()[:5])) from None
 

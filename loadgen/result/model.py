@@ -39,7 +39,7 @@ class Distribution(_Model):
     cdf_ms: tuple[float, ...] = ()
     """Quantiles 0, 1, .. 100 %; empty if not drawn."""
     with_failures_p99_ms: float | None = None
-    """p99 if a failed request counts as infinitely slow; None: more than 1 % failed, so this percentile is infinite."""
+    """p99 if a failed request counts as infinitely slow; None: 1 % or more failed, so this percentile is infinite."""
 
 
 class PodShare(_Model):

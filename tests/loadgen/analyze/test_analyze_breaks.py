@@ -121,6 +121,15 @@ def reordered(kind: str, i: int) -> dict[str, Any]:
     return chat("Answer from the documents.", f"{listed}\n\nQuestion: {text(i, 10)} {i}")
 
 
+def test_json_nested_to_the_limit_of_reading_does_not_end_the_analysis(tmp_path: Path) -> None:
+    """Reading and writing nest a little differently, so some depth can be read and not written."""
+    deep = [f'"a":{"[" * depth}{"]" * depth}' for depth in range(850, 1010)]
+    pairs = [pair for a in deep for pair in (f'{{"b":1,{a}}}', f'{{{a},"b":1}}')]
+    rows = [{"prompt": f"{text('s', 20)}\n{pair} {text('t', 60)}"} for pair in pairs]
+    found = analysed(write_lines(tmp_path / "log.jsonl", rows))
+    assert "key_order" in {finding.kind for finding in found.findings}
+
+
 def test_json_with_an_integer_too_long_to_read_is_text(tmp_path: Path) -> None:
     def row(i: int) -> dict[str, Any]:
         items = [f'"setting_{n}": "{text(n, 12)}"' for n in range(6)]

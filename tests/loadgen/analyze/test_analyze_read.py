@@ -63,10 +63,13 @@ def test_tools_come_first_and_are_told_apart() -> None:
     [
         ({"timestamp": 1_760_000_000}, 1.76e9),
         ({"ts": 1_760_000_000_000}, 1.76e9),
+        ({"ts": 1_760_000_000_000_000}, 1.76e9),
+        ({"time": 1_760_000_000_000_000_000}, 1.76e9),
+        ({"time": -1.7e308, "ts": 5}, 5.0),
         ({"time": "1970-01-01T00:01:00Z"}, 60.0),
     ],
 )
-def test_times_are_seconds_milliseconds_or_iso(given: dict[str, Any], at_s: float) -> None:
+def test_times_are_epochs_of_any_unit_or_iso(given: dict[str, Any], at_s: float) -> None:
     assert prompt_of({"prompt": "a", **given}).at_s == at_s
 
 
@@ -87,6 +90,12 @@ def test_times_give_the_rate_and_how_long_prefixes_must_last(tmp_path: Path) -> 
     assert found.reuse_gap is not None
     assert found.reuse_gap.median_s == 2
     assert not analysed(write_lines(tmp_path / "back.jsonl", rows[::-1])).is_in_order
+
+
+def test_numbers_too_large_for_times_are_none(tmp_path: Path) -> None:
+    rows = [{"timestamp": sign * 1.79e308, **chat(text("s", 100), "a")} for sign in (-1, 1, -1, 1)]
+    found = analysed(write_lines(tmp_path / "log.jsonl", rows))
+    assert (found.requests, found.span_s, found.reuse_gap) == (4, None, None)
 
 
 def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp_path: Path) -> None:
@@ -177,6 +186,12 @@ def test_traces_of_block_ids_give_rates_and_their_block_size_is_worked_out(block
     assert found.span_s == 9
     assert found.hit_rate_exact is None
     assert found.findings == ()
+    assert found.duplicate_requests == 0
+
+
+def test_an_empty_prompt_of_a_trace_repeats_none(tmp_path: Path) -> None:
+    rows = [{"input_length": 0, "hash_ids": []}, *trace(16), *trace(16)[:3]]
+    assert analysed(write_lines(tmp_path / "trace.jsonl", rows)).duplicate_requests == 3
 
 
 def test_reading_stops_when_memory_is_used_up(tmp_path: Path) -> None:

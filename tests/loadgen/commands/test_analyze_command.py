@@ -64,6 +64,23 @@ def test_text_from_prompts_is_never_taken_for_markup(tmp_path: Path, capsys: pyt
     assert "[/bold]" in capsys.readouterr().out
 
 
+def test_text_from_prompts_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "\x1b[31mred", "content": f"\x1b]0;owned {text('s', 100)} \x1b[2J{i}{i} {text('t', 100)}"},
+                {"role": "user", "content": text(i, 20)},
+            ]
+        }
+        for i in range(40)
+    ]
+    assert analyze.run([str(write_lines(tmp_path / "log.jsonl", rows)), "--out", str(tmp_path / "out")]) == 0
+    for shown in (capsys.readouterr().out, (tmp_path / "out" / "analysis.txt").read_text()):
+        assert "]0;owned" in shown
+        assert "[31mred message" in " ".join(shown.split())
+        assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [

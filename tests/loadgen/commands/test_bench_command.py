@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from engine.contract.settings import ConfigError
 from loadgen.commands import bench
@@ -116,6 +118,19 @@ def test_a_files_name_may_have_folders(gateway: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "meta").glob("llama-*.json"))) == 1
 
 
+@pytest.mark.parametrize(
+    "model", ["owner/a\x00b\x1b]0;c", "x" * 300, "\U0001f98a" * 100], ids=["control", "long", "wide"]
+)
+def test_any_model_has_a_result_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_thread(ArmGateway(model=model)) as serving:
+        flags = ["--base-url", serving.url, *SMALL, *FAST, "--save-result", "--result-dir", str(tmp_path)]
+        assert bench.run(flags) in (0, 3)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["model_id"] == model
+    assert path.name in capsys.readouterr().out
+    assert path.name.isprintable()
+
+
 def test_pods_are_counted_and_caches_emptied_if_asked(gateway: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     status = bench.run(
@@ -141,6 +156,30 @@ def test_nobody_there_is_said_with_the_address(capsys: pytest.CaptureFixture[str
     assert "http://127.0.0.1:9" in capsys.readouterr().err
 
 
+def test_what_the_server_says_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    class Rude(ArmGateway):
+        async def _models(self, request: web.Request) -> web.Response:
+            return web.Response(status=500, text="\x1b]0;refused")
+
+    with in_thread(ArmGateway(model="\x1b]0;served")) as serving:
+        assert bench.run(["--base-url", serving.url, *SMALL, *FAST[:2]]) in (0, 3)
+    with in_thread(Rude()) as refusing:
+        assert bench.run(["--base-url", refusing.url, *SMALL, *FAST]) == 1
+    shown = capsys.readouterr()
+    assert "]0;served" in shown.err
+    assert "]0;refused" in shown.err
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_records_that_cannot_be_kept_end_it_in_one_line(
+    gateway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert bench.run(["--base-url", gateway.url, *SMALL, *FAST]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warmroute-loadgen bench: this machine cannot go on measuring: [Errno 2]")
+
+
 def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ArmGateway(has_usage=False)) as gateway:
         assert bench.run(["--base-url", gateway.url, *SMALL, "--disable-tqdm"]) == 1
@@ -162,6 +201,9 @@ def test_servers_without_usage_need_a_word_size(capsys: pytest.CaptureFixture[st
         (["--percentile-metrics", "p99"], "--percentile-metrics"),
         (["--policy", "caf\u00e9"], "'policy' cannot be sent in an HTTP header"),
         (["--burstyness", "1"], "did you mean '--burstiness'"),
+        (["--base-url", "http://me:pw@gateway"], "must not name a user or password"),
+        (["--admin-url", "http://"], "must be http://host:port"),
+        (["--admin-url", "http://gateway:99999"], "Port out of range"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +254,18 @@ def test_a_trace_follows_the_rate_unless_its_own_times_are_asked_for(tmp_path: P
     assert plan(settings(*flags, "--arrival", "trace"))[0].session(3).start_s == 3
     with pytest.raises(ConfigError, match="needs a workload with times of its own"):
         plan(settings("--arrival", "trace"))
+
+
+def test_passwords_in_urls_of_pods_stay_out_of_every_file(
+    gateway: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = gateway.url.removeprefix("http://")
+    pods = [f"http://user:hunter2@{host}/pod/0/metrics", f"http://user:hunter2@{host}/nowhere/metrics"]
+    flags = ["--base-url", gateway.url, *SMALL, *FAST[:2], "--metrics-urls", *pods, "--out", str(tmp_path)]
+    assert bench.run(flags) in (0, 3)
+    texts = [path.read_text() for path in tmp_path.iterdir()]
+    assert f"{host}/nowhere" in texts[0]
+    assert not any("hunter2" in text for text in (*texts, *capsys.readouterr()))
 
 
 def test_secrets_stay_out_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:

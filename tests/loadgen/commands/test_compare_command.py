@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def status_of(argv: list[str]) -> int | str | None:
         return run(argv)
     except SystemExit as stopped:
         return stopped.code
+
+
+def test_why_it_failed_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_thread(ArmGateway(model="\x1b]0;one")) as one, in_thread(ArmGateway(model="\x1b]0;two")) as two:
+        assert run([f"--arm=a={one.url}", f"--arm=b={two.url}", *FAST[1:], f"--out={tmp_path}"]) == 1
+    shown = capsys.readouterr().err
+    assert "]0;one" in shown
+    assert "\x1b" not in shown
 
 
 def test_a_comparison_is_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +108,23 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture
     assert result.order == ("round_robin", "predicted_ttft")
     assert "interrupted" in result.facts["rounds"]
     assert "interrupted; 1 whole round is reported" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_whole_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are temporary files; here their folder goes away in the second round."""
+
+    def lose(number: int) -> None:
+        if number == 2 + 2 + 1:
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+
+    with in_thread(ArmGateway(on_reset=lose)) as gateway:
+        assert run([f"--url={gateway.url}", *FAST, "--rounds=5", f"--out={tmp_path}"]) == 1
+    result = read_result(tmp_path / "result.json")
+    assert result.order == ("round_robin", "predicted_ttft")
+    assert "cannot go on measuring" in result.facts["rounds"]
+    assert "1 whole round is reported" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadgen.commands import sweep
 from loadgen.commands.argv import joined
+from loadgen.commands.one_arm import sessions_of, sessions_of_step
 from loadgen.commands.server_settings import LISTS
 from loadgen.commands.sweep import SweepSettings, plan
+from loadgen.workloads.base import Session, Turn
 from tests.loadgen.commands.servers import LimitedGateway
 from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread
 
@@ -22,6 +28,21 @@ SMALL = [
 
 
 KNEES = {("narrow", 1), ("wide", 2)}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Sessions of 1 to `most` turns, in turn."""
+
+    most: int
+    length: int | None
+    name: str = "repeated"
+
+    def session(self, number: int) -> Session:
+        return Session(number, "", (Turn((), 1),) * (number % self.most + 1))
+
+    def about(self) -> dict[str, str]:
+        return {}
 
 
 def settings(*flags: str) -> SweepSettings:
@@ -125,14 +146,35 @@ def test_a_step_has_enough_requests_for_its_time() -> None:
     assert what.steps.arrivals(4.0, 2.0).rate == 2.0
 
 
+@given(prompts=st.integers(0, 2000), turns=st.integers(1, 5), length=st.none() | st.integers(0, 600))
+def test_the_sessions_of_a_step_are_those_of_its_requests(prompts: int, turns: int, length: int | None) -> None:
+    workload = Repeated(turns, length)
+    assert asyncio.run(sessions_of_step(workload, prompts)) == sessions_of(workload, prompts)
+
+
+async def test_preparing_a_step_leaves_the_event_loop_free() -> None:
+    """Otherwise Ctrl-C would wait until millions of sessions are counted."""
+    step = asyncio.create_task(sessions_of_step(Repeated(1, None), 10**12))
+    await asyncio.sleep(0)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--rates", "4,2"], "ascending"),
         (["--rates", "0,2"], "above 0"),
         (["--rates", "1", "--start-rate", "2"], "--rates and --start-rate exclude each other"),
+        (["--rates", "1,5", "--max-rate", "2"], "--rates and --max-rate exclude each other"),
+        (["--rates", "1,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
+        (["--concurrencies", "1,2", "--precision", "0.5"], "--concurrencies and --precision exclude each other"),
         (["--concurrencies", "1,2", "--rates", "3"], "--rates is for a sweep over rates"),
         (["--concurrencies", "1,2", "--start-concurrency", "3"], "exclude each other"),
+        (["--rates", "1,1e9"], "1e+09 requests/s for --point-s 20 are over 10,000,000 requests"),
+        (["--start-rate", "1", "--point-s", "1e9"], "1 requests/s for --point-s 1e+09 are over"),
+        (["--concurrencies", "1,100000000"], "100000000 sessions at a time are over 1,000,000"),
         (["--policies", "a,a"], "--policies must name each policy once"),
         (["--goodput", "500"], "objective '500'"),
     ],

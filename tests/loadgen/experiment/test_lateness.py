@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadgen.experiment.cautions import cautions
 from loadgen.experiment.contrasts import Contrasts
 from loadgen.experiment.lateness import SHARE_OF_INTERVAL, allowed_shift, judged, possible_shift
 from loadgen.experiment.verdict import verdict
@@ -54,6 +55,17 @@ def test_what_the_demo_measures_stands_and_a_generator_that_is_really_late_does_
     assert not is_valid(8.0, claim)
     assert not is_valid(8.0, contrast(0.25, 2.0, "better")), "a wide interval is not an excuse"
     assert not is_valid(0.0, claim, base_lag_ms=30.0), "a late baseline makes the other arm look fast"
+
+
+def test_a_comparison_that_fell_is_not_said_to_stand() -> None:
+    """The baseline makes no claim of its own, so it is valid even if its lag felled the other arm's claim."""
+    arms = [arm(BASE, 400.0, 30.0), arm("arm", 100.0, 0.0)]
+    fallen = Contrasts((contrast(0.25, 0.22, "better"),))
+    (said,) = [line for line in cautions(judged(arms, fallen, BASE), fallen, BASE, 4) if "own lag" in line]
+    assert f"TTFT in {BASE}." in said
+    assert "stands" not in said
+    standing = Contrasts((contrast(0.25, 4.0, "not distinguishable"),))
+    assert any("The comparison stands." in line for line in cautions(arms, standing, BASE, 4))
 
 
 def test_the_smaller_the_effect_the_less_lag_may_be() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.experiment.cautions import cautions
 from loadgen.experiment.lateness import judged
-from loadgen.experiment.verdict import verdict
+from loadgen.experiment.verdict import speedup, verdict
 from loadgen.measure.summary import summarise
 from loadgen.result.model import Arm, Reuse, Summary
 from tests.loadgen.experiment.made import BASE, Rounds, arms_in, found_in, rounds_of
@@ -84,11 +84,25 @@ def test_caches_that_miss_most_of_what_is_shared_are_not_called_sufficient(
     assert said_of_it in lines[0]
 
 
+def test_an_interval_that_begins_at_zero_is_none() -> None:
+    (contrast,) = [c for c in found_in(rounds_of({BASE: 1.0, "arm": 0.5})).found if c.metric == "ttft_mean_ms"]
+    ratio = contrast.ratio.model_copy(update={"low": 0.0})
+    assert speedup(contrast.model_copy(update={"ratio": ratio})) == (1 / ratio.value, "no interval")
+
+
+def test_a_server_that_counts_cached_tokens_and_no_prompt_has_no_hit_rate() -> None:
+    odd = summarise(made_run([request(prompt_tokens=0, cached_tokens=5, prompt_bytes=100)]))
+    assert odd.reuse.exceeds_attainable
+    assert "so the hit rate is not known." in cautions_about(odd)
+
+
 def test_a_server_without_usage_gets_no_reason() -> None:
     silent: dict[str, Any] = {"has_usage": False, "prompt_tokens": 0, "cached_tokens": 0}
     lines, warned = said(rounds_of({BASE: 1.0, "arm": 1.0}, **silent))
     assert "the reason is not known" in lines[0]
-    assert "round_robin, arm: the answers carry no usage, so the hit rate is not known." in warned
+    assert any("round_robin, arm: the answers carry no usage" in line for line in warned)
+    unmet = summarise(made_run([request(has_usage=False, output_tokens=0)]), objectives_ms={"tpot": 50.0})
+    assert "Nor is TPOT: every answer counts as missing its objective." in cautions_about(unmet)
 
 
 def test_a_faster_arm_that_fails_more_does_not_win() -> None:

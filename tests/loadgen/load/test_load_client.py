@@ -131,6 +131,7 @@ async def test_request_ids_never_repeat() -> None:
     assert len({request.headers["x-request-id"] for request in server.requests}) == 10
 
 
+ENDLESS = event(choices=[], usage={"prompt_tokens": "9" * 400, "completion_tokens": 1})
 HEADLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
 
@@ -153,6 +154,7 @@ HEADLESS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length
         ),
         (saying(STREAM_HEAD + chunk(usage(2**31, 1) + DONE)), "bad answer", "a count of 2.15e+09 tokens"),
         (saying(STREAM_HEAD + chunk(usage(1, -1) + DONE)), "bad answer", "a count of -1 tokens"),
+        (saying(STREAM_HEAD + chunk(ENDLESS + DONE)), "bad answer", "OverflowError"),
         (saying(STREAM_HEAD + chunk(usage(1, 1, 2**64 - 1) + DONE)), "bad answer", "a count of 1.84e+19 tokens"),
         (saying(HEADLESS), "bad answer", "no server-sent event in an answer of application/json"),
         (saying(b"SSH-2.0-OpenSSH_9.6\r\n"), "bad answer", "not HTTP"),

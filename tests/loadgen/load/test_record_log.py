@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import loadgen.measure.records as module
 from loadgen.measure.gaps import GapHistogram
-from loadgen.measure.records import OTHERS, RecordLog, Records, RequestRecord, records_of
+from loadgen.measure.records import MAX_NAME_CHARS, OTHERS, RecordLog, Records, RequestRecord, records_of
+from tests.loadgen.measure.builders import request
 
 NAMES = st.sampled_from(["", "a", "b", "pod-0", "größer"])
 TIMES = st.floats(0, 1e5)
@@ -66,7 +67,7 @@ def check(found: Records, expected: list[RequestRecord], start_s: float, kept_ke
     assert list(found.completed) == [record.failure is None for record in expected]
     for label, detail in zip(found.failures[1:], found.details[1:], strict=True):
         assert detail in [record.detail for record in expected if record.failure == label]
-    gaps = [gap for record in expected for gap in record.gaps_s]
+    gaps = [gap for record in expected if record.failure is None for gap in record.gaps_s]
     assert found.gaps.count == len(gaps)
     if gaps:
         assert found.gaps.mean == pytest.approx(np.mean(gaps))
@@ -171,6 +172,15 @@ def test_a_finished_log_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
     found = records_of([RequestRecord(7, 0, "", 0, 0, 0)] * 3000)
     assert list(tmp_path.iterdir()) == []
     assert list(found.session) == [7] * 3000
+
+
+def test_a_long_name_is_cut() -> None:
+    """Each answer may name another pod, in a header of 64 KiB."""
+    records = [request(number, pod=f"{number}-{'x' * 60_000}") for number in range(20)]
+    found = records_of(records)
+    assert Records.merge([found, records_of(records)]).pods == found.pods
+    assert sum(map(len, found.pods)) == 20 * MAX_NAME_CHARS
+    assert [found.pods[code] for code in found.pod] == [record.pod[:MAX_NAME_CHARS] for record in records]
 
 
 # -- gaps ------------------------------------------------------------------------------------------------------------

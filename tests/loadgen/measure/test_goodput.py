@@ -46,6 +46,13 @@ def test_all_objectives_must_be_met_and_one_token_meets_any_tpot() -> None:
     assert found.share == 0.5
 
 
+def test_an_answer_without_usage_meets_no_tpot_objective() -> None:
+    """Its tokens were not counted, so it may have been as slow as it likes."""
+    run = made_run([request(finished_s=60.0, has_usage=False, output_tokens=0), request(turn=1)])
+    assert summarise(run, objectives_ms={"tpot": 50.0}).goodput.share == 0.5  # type: ignore[union-attr]
+    assert summarise(run, objectives_ms={"ttft": 500.0}).goodput.share == 1  # type: ignore[union-attr]
+
+
 def test_ttft_counts_from_the_intended_send_time() -> None:
     run = made_run([request(sent_s=5.0, first_token_s=5.1, finished_s=5.2)])
     assert summarise(run, objectives_ms={"ttft": 200.0}).goodput.share == 0  # type: ignore[union-attr]

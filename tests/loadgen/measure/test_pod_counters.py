@@ -55,6 +55,11 @@ def test_series_of_one_pod_are_added() -> None:
     assert parse_counters(exposition(7, 3, name="vllm:gpu_prefix_cache")) == PodCount(7, 3)
 
 
+def test_what_vllm_counts_under_two_names_is_counted_once() -> None:
+    both = exposition(100, 30) + exposition(100, 30, name="vllm:gpu_prefix_cache")
+    assert parse_counters(both) == PodCount(100, 30)
+
+
 def test_the_engine_of_this_project_is_read() -> None:
     from engine.metrics import EngineMetrics
 
@@ -75,12 +80,19 @@ def test_a_page_that_is_no_exposition_is_refused() -> None:
         parse_counters("<html>{\n")
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e300", "-5"])
 async def test_a_pod_whose_counters_are_no_numbers_is_named(value: str) -> None:
     page = f"vllm:prefix_cache_queries_total {value}\nvllm:prefix_cache_hits_total 1\n"
     async with pod([page]) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
         read = await metrics.read()
     assert read == Reading({}, (f"pod-0: {url}/metrics: its counters are not numbers of tokens",))
+
+
+async def test_a_page_without_end_is_not_kept() -> None:
+    page = "other 1.0\n" * 500_000 + exposition(100, 30)
+    async with pod([page]) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
+        read = await metrics.read()
+    assert read == Reading({}, (f"pod-0: {url}/metrics: its page is larger than 4 MiB",))
 
 
 async def test_a_run_is_the_difference_of_two_readings() -> None:

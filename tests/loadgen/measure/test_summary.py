@@ -117,6 +117,13 @@ def test_a_failure_counts_as_infinitely_slow_in_the_figures_that_say_so() -> Non
     assert many.failure_details == {"http 503": "http 503, says the server"}
 
 
+@given(failures=st.integers(0, 6), requests=st.integers(7, 600))
+def test_p99_with_failures_is_infinite_from_one_percent_on(failures: int, requests: int) -> None:
+    sent = [*(failed(i) for i in range(failures)), *(request(10 + i) for i in range(requests - failures))]
+    found = summarise(made_run(sent), in_brief=True).ttft.with_failures_p99_ms
+    assert (found is None) == (failures * 100 >= requests)
+
+
 def test_a_late_generator_makes_a_run_invalid() -> None:
     """Sending was late by 3 % of every TTFT, so reading may have been late too."""
     late = summarise(made_run([request(i, sent_s=0.003, ttft_s=0.1) for i in range(10)]))
@@ -219,8 +226,9 @@ def test_most_tokens_in_a_second() -> None:
     assert summarise(made_run([steady, at_once])).max_output_tokens_per_s == pytest.approx(9.5)
 
 
-def test_gaps_are_pooled() -> None:
-    run = made_run([request(gaps_s=(0.01,) * 9), request(gaps_s=(0.03,))])
+def test_gaps_of_completed_requests_are_pooled() -> None:
+    """A request that was cut off or timed out is in no mean; the wait that ended it would be its longest gap."""
+    run = made_run([request(gaps_s=(0.01,) * 9), request(gaps_s=(0.03,)), failed(gaps_s=(5.0,), why="timeout")])
     found = summarise(run).itl
     assert found.mean_ms == pytest.approx(12)
     assert found.median_ms == pytest.approx(10, rel=0.01)
@@ -230,6 +238,8 @@ def test_gaps_are_pooled() -> None:
 def test_percentiles_asked_for_and_plots_left_out() -> None:
     run = made_run([request(i, ttft_s=i / 100) for i in range(1, 101)])
     assert summarise(run, percentiles=(99.9,)).ttft.percentiles_ms == {"99.9": pytest.approx(999.01)}
+    asked = summarise(run, percentiles=(50.0, 99.99999, 99.999999)).ttft.percentiles_ms
+    assert list(asked) == ["50", "99.99999", "99.999999"]
     brief = summarise(run, in_brief=True)
     assert (brief.ttft.cdf_ms, brief.series) == ((), None)
     assert len(summarise(run).ttft.cdf_ms) == 101

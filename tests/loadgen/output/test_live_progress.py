@@ -237,3 +237,12 @@ def test_the_first_failure_of_each_kind_says_why(terminal: bool) -> None:
     assert text.count("a: a request failed, timeout") == 1
     assert text.count("b: a request failed, kind") == 6, "eight kinds are enough"
     assert "x" * 400 not in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_with_a_servers_words_cannot_steer_the_terminal(terminal: bool) -> None:
+    console = screen(400, terminal)
+    with open_progress(console) as progress:
+        progress.note("Model \x1b]0;owned\x07 is served")
+    assert "]0;owned" in shown(console)
+    assert "\x1b]" not in shown(console)

@@ -85,6 +85,7 @@ def test_arms_carry_the_names_that_other_programs_read() -> None:
         (b'{"completed": 3, "request_throughput": 1}', "--save-result"),
         (b'{"result": {"format": "warmroute-result/0"}}', "field 'format' is 'warmroute-result/0'"),
         (b'{"result": {"format": "warmroute-result/1"}}', "field 'command'"),
+        (b'{"format": "warmroute-result/1", "arms": ' + b"[" * 300 + b"]" * 300 + b"}", "nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_field(tmp_path: Path, content: bytes, words: str) -> None:

@@ -77,6 +77,12 @@ def test_csv_columns_are_the_same_for_every_command() -> None:
     assert {"duration_s", "ttft_mean_ms", "request_throughput_per_s", "prompt_tokens"} <= set(columns)
 
 
+@pytest.mark.parametrize("model", ['=HYPERLINK("http://x")', "+1", "-1", "@SUM(1)", "\t=1"])
+def test_a_spreadsheet_computes_no_name(model: str) -> None:
+    (row,) = csv.DictReader(io.StringIO(render_csv(results.bench().model_copy(update={"model": model}))))
+    assert row["model"] == f"'{model}"
+
+
 def unescaped(cell: str) -> str:
     return html.unescape(re.sub(r"\\([\\`*_\[\]~$])", r"\1", cell.strip()))
 

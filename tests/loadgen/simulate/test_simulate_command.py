@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_report_and_spreadsheet_are_drawn(tmp_path: Path) -> None:
     assert "Routing simulated" in page
     assert "c1_ms 0.022" in page, "the constants decide the headline, so every report has them"
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "result.csv", "result.json"}
+
+
+def test_records_that_cannot_be_kept_end_it_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert run([*SMALL, "--arms", "round_robin", "--out", str(tmp_path / "out")]) == 1
+    assert "this machine cannot go on measuring: [Errno 2]" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
@@ -199,6 +208,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--sweep", "rate", "--seeds", "1,2"], "--seeds does not go with --sweep rate"),
         (["--sweep", "rate", "--baseline", "round_robin"], "--baseline does not go with --sweep rate"),
         (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
+        (["--sweep", "rate", "--rates", "3,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
+        (["--sweep", "rate", "--rates", "1e9"], "are over 10,000,000 requests"),
         (["--sweep", "rate", "--point-s", "inf"], "--point-s"),
         (["--sweep", "rate", "--start-rate", "inf"], "--start-rate"),
         (["--network-ms", "inf"], "--network-ms"),
