@@ -105,7 +105,7 @@ class Source:
                     file.read(len(codecs.BOM_UTF8))
                 first = file.peek(64).lstrip()[:1]
                 if first == b"[":
-                    for row in orjson.loads(file.read()):
+                    for row in _rows(file.read()):
                         yield row, 1.0
                     return
                 for line in file:
@@ -243,6 +243,17 @@ def _time_s(row: Mapping[str, Any]) -> float | None:
                 continue
             return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return None
+
+
+def _rows(content: bytes) -> list[Any]:
+    """Return the values of a JSON array, or the lines of a file whose first line is one. Raises JSONDecodeError."""
+    try:
+        rows: list[Any] = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        lines = [line for line in content.splitlines() if line.strip()]
+        orjson.loads(lines[0])
+        return lines
+    return rows
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:

@@ -109,6 +109,13 @@ def test_lines_without_a_prompt_are_counted_and_a_json_array_or_gzip_is_read(tmp
     assert analysed(tmp_path / "log.jsonl.gz").requests == 2
 
 
+def test_the_first_line_may_be_a_list_of_token_ids(tmp_path: Path) -> None:
+    ids = [7] * 40
+    (tmp_path / "log.jsonl").write_text(f"{ids}\n\n{ids}\n{json.dumps(BODY)}\n")
+    found = analysed(tmp_path / "log.jsonl")
+    assert (found.requests, found.skipped_lines) == (3, 0)
+
+
 @pytest.mark.parametrize("name", ["log.jsonl", "log.json", "log.jsonl.gz"])
 def test_a_byte_order_mark_is_no_part_of_the_first_line(name: str, tmp_path: Path) -> None:
     rows = [BODY, BODY]
