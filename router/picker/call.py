@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from urllib.parse import unquote
 
 from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict
@@ -145,7 +146,8 @@ class Call:
         parts, head, now_s = self._parts, message.request_headers, self._clock()
         fields = self._fields = fields_of(head.headers)
         exchange = self._exchange = Exchange(request_id(fields), now_s, now_s + parts.limits.total_s)
-        self._path = as_text(fields.get(":path", "").partition("?")[0], MAX_LOGGED_CHARS)
+        # Engines decode a path before they look it up, so `/v1/completion%73` is a request for completions.
+        self._path = as_text(unquote(fields.get(":path", "").partition("?")[0]), MAX_LOGGED_CHARS)
         exchange.client_session = fields.get(headers.SESSION)
         if parts.tracer is not None:
             exchange.trace = parts.tracer.begin(fields)
