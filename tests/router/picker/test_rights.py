@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from router.parts import FLEET
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, running
-from tests.router.picker.proxy import PROMPT, Talk, request_body, request_headers
+from router.picker.wire import picker_pb2 as wire
+from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, running, usage_event
+from tests.router.picker.proxy import PROMPT, Talk, request_body, request_headers, response_body, response_headers
 
 KEY = "client-key-0123456789"
 AUTHORIZED: Any = {"authorization": f"Bearer {KEY}"}
@@ -42,3 +43,51 @@ async def test_a_path_is_the_same_however_it_is_written(tmp_path: Path, path: st
         assert await refusal(gateway, path, ASKED) is None
         assert await refusal(gateway, "/v1/completions", ASKED) == 429
         assert await refusal(gateway, path, ASKED) == 429
+
+
+FORM = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--x--\r\n'
+WITHOUT_KEYS: list[tuple[str, Any, Any]] = [
+    ("/v1/audio/transcriptions", FORM, {}),
+    ("/v1/nobody/knows", {"model": "m"}, {}),
+    ("/v1/nobody/knows", {}, {}),
+    ("/v1/completions", ASKED, {"mode": wire.STREAMED}),
+    ("/v1/completions", None, {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "head"), WITHOUT_KEYS)
+async def test_limits_count_a_request_that_goes_by_load(tmp_path: Path, path: str, body: Any, head: Any) -> None:
+    async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "requests_per_minute: 1")) as gateway:
+        for _ in range(3):
+            assert await refusal(gateway, "/v1/models", method="GET") is None, "it computes nothing"
+        assert await refusal(gateway, path, body, **head) is None
+        assert await refusal(gateway, path, body, **head) == 429
+        assert await refusal(gateway, "/v1/completions", ASKED) == 429
+        assert await refusal(gateway, "/v1/models", method="GET") is None
+
+
+@pytest.mark.parametrize(("status", "left"), [(200, 70), (500, 100)])
+async def test_tokens_of_a_request_that_goes_by_load_are_those_of_its_answer(
+    tmp_path: Path, status: int, left: int
+) -> None:
+    async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "tokens_per_minute: 100")) as gateway:
+        async with Talk(gateway) as talk:
+            await talk.tell(request_headers("/v1/audio/transcriptions", **AUTHORIZED), request_body(FORM))
+            await talk.tell(response_headers(status), response_body(usage_event(20, 10, 0), is_end=True))
+        async with Talk(gateway) as talk:
+            await talk.tell(request_headers("/v1/nobody/knows", **AUTHORIZED), request_body({}))
+            (answer,) = await talk.tell(response_headers(200, is_end=True))
+            fields = answer.response_headers.response.header_mutation.set_headers
+            told = {field.header.key: field.header.raw_value for field in fields}
+            assert int(told["x-ratelimit-remaining-tokens"]) == left - 1
+
+
+@pytest.mark.parametrize(("path", "body", "head"), WITHOUT_KEYS)
+async def test_a_request_by_load_goes_only_to_engines_of_models_that_the_tenant_may_use(
+    tmp_path: Path, path: str, body: Any, head: Any
+) -> None:
+    async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "models: [other]")) as gateway:
+        assert await refusal(gateway, path, body, **head) == (403 if body == {"model": "m"} else 503)
+        assert await refusal(gateway, "/v1/models", method="GET") is None
+    async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "models: [m]")) as gateway:
+        assert await refusal(gateway, path, body, **head) is None
