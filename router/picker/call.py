@@ -19,12 +19,13 @@ from engine.contract.errors import ApiError
 from engine.contract.log_lines import as_text
 from router.fleet.pod import Lease, Pod
 from router.gateway.admission import Admitted
-from router.gateway.by_load import BY_LOAD
-from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized, error_response
+from router.gateway.by_load import BY_LOAD, CLOSED
+from router.gateway.errors import OPERATORS_PATHS, DeadlineExceeded, RequestTimeout, Unauthorized, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import CACHE_FACTS, request_id
 from router.gateway.inbound import Inbound
 from router.gateway.keys import key_id_shown
+from router.gateway.reach import NoSuchPath
 from router.gateway.reading import KEYED
 from router.picker.answer import Answered
 from router.picker.bodies import Body
@@ -51,6 +52,8 @@ Responses = Sequence[wire.ProcessingResponse]
 
 READ = frozenset(KEYED).union(BY_LOAD)
 """Paths whose bodies decide where requests go."""
+NOT_FOR_CLIENTS = CLOSED | OPERATORS_PATHS
+"""Paths that change an engine if they are POSTed to. The engine would take the gateway's key for it."""
 MAX_LOGGED_CHARS = 2**13
 """Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
@@ -158,6 +161,8 @@ class Call:
             except Unauthorized as error:
                 parts.on_refusal(error)
                 raise
+        if fields.get(":method") == "POST" and self._path.rstrip("/") in NOT_FOR_CLIENTS:
+            raise NoSuchPath(f"{self._path} is for operators, not for clients", code="unknown_path")
         urgency(exchange, fields, parts)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode

@@ -91,3 +91,12 @@ async def test_a_request_by_load_goes_only_to_engines_of_models_that_the_tenant_
         assert await refusal(gateway, "/v1/models", method="GET") is None
     async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "models: [m]")) as gateway:
         assert await refusal(gateway, path, body, **head) is None
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"])
+async def test_no_client_changes_an_engine_through_the_picker(path: str) -> None:
+    """The picker adds the gateway's own key for engines, which clients do not have."""
+    async with running(ScriptedEngine("a", answers(200))) as gateway:
+        for form in (path, path.replace("e", "%65"), path + "/", path + "?x=1"):
+            for body in (None, {"lora_name": "a", "lora_path": "b"}):
+                assert await refusal(gateway, form, body) == 404
