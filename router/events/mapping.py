@@ -23,6 +23,9 @@ from itertools import pairwise
 from engine.contract.keys import PrefixKey
 from router.events.tree import Node, chain, common_depth, kept
 
+MAX_BLOCK_KEYS = 1024
+"""Keys that one block remembers. One prompt has fewer on a block. Prompts that differ only after their last whole block
+each have a key there, and that block stays for as long as such prompts come."""
 _NO_BOUND = 2**31
 
 
@@ -171,25 +174,39 @@ class KeyMap:
             entry = entries.get(key)
             if entry is None:
                 entry = entries[key] = _Entry(node, request)
-                _attach(node, key)
+                self._attach(node, key, request)
                 self._on_moved(node.rooted, key)
             elif request.is_told or not entry.request.is_told:  # an estimate must not replace what is known
                 entry.request = request
                 if entry.node is not node:
-                    self._move(key, entry, node)
+                    self._move(key, entry, node, request)
             if request.parted is not None and request.parted[0] == at:
                 entry.lowest = max(entry.lowest, request.parted[1])
         last = entries.get(keys[-1])
         if request.is_told and last is not None:
             last.end = (request.size_bytes, request.tokens)
 
-    def _move(self, key: PrefixKey, entry: _Entry, node: Node) -> None:
+    def _move(self, key: PrefixKey, entry: _Entry, node: Node, request: Request) -> None:
         old = entry.node
         assert old.keys is not None
         old.keys.remove(key)
         entry.node = node
-        _attach(node, key)
+        self._attach(node, key, request)
         self._on_moved(old.rooted | node.rooted, key)
+
+    def _attach(self, node: Node, key: PrefixKey, request: Request) -> None:
+        """Note that the block stands for the key. If it has too many keys, forget its oldest key that is not of
+        `request`."""
+        if node.keys is None:
+            node.keys = [key]
+            return
+        node.keys.append(key)
+        if len(node.keys) > MAX_BLOCK_KEYS:
+            entries = self._entries
+            places = (at for at, other in enumerate(node.keys) if entries[other].request is not request)
+            oldest = node.keys.pop(next(places, 0))
+            del entries[oldest]
+            self._on_moved(node.rooted, oldest)
 
     def _depths(self, request: Request) -> list[int]:
         """Return how many blocks each key covers: at least one, at most the prompt's, never fewer than the key
@@ -270,10 +287,3 @@ def _interpolated(points: Sequence[tuple[float, float]], count: int, stride: int
             before, after = following
         places.append(_at(size, before, after))
     return places
-
-
-def _attach(node: Node, key: PrefixKey) -> None:
-    if node.keys is None:
-        node.keys = [key]
-    else:
-        node.keys.append(key)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.contract.keys import PrefixKey
 from router.events.feed import MAX_SESSION_KEYS, EventFeed
+from router.events.mapping import MAX_BLOCK_KEYS
 from router.registry.index import PrefixIndex
 from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
@@ -116,6 +117,26 @@ class ToldBelief(Belief):
     """If engines count tokens, a prompt that is held whole is believed whole, whatever prompts share a part of it."""
 
     is_told = True
+
+
+def test_of_prompts_that_differ_after_their_last_whole_block_the_keys_are_bounded() -> None:
+    """A common beginning stays in the cache, and the last key of each question after it stands for the same block."""
+    belief = Belief()
+    strides, block_tokens = 10, 64
+    stored = {"type": "BlockStored", "lora_id": None, "block_size": block_tokens}
+    common = {**stored, "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": list(range(2 * block_tokens))}
+    shared = tuple(map(PrefixKey, range(strides)))
+    for number in range(2 * MAX_BLOCK_KEYS):
+        session, last = f"s{number}", PrefixKey(1_000 + number)
+        size = (strides + 1.5) * STRIDE
+        belief.feed.on_routed(POD, session, (*shared, last), 2.5 * block_tokens, 0.0, prompt_bytes=int(size))
+        own = {**stored, "block_hashes": [10 + number], "parent_block_hash": 2, "token_ids": [number] * block_tokens}
+        events = [{**event, "session_id": session} for event in ([common] if not number else []) + [own]]
+        belief.feed.batch(POD, msgpack.packb([0.0, events, None]))
+        belief.feed.on_answered(POD, session, int(2.5 * block_tokens))
+        believed = set().union(*belief.index.held(POD).values())
+        assert believed.issuperset((*shared, last))
+        assert len(believed) <= strides + MAX_BLOCK_KEYS
 
 
 def test_of_requests_that_wait_for_their_blocks_the_keys_are_bounded() -> None:
