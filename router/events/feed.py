@@ -308,17 +308,20 @@ class EventFeed:
 
     def _store(self, pod: _Followed, event: Stored) -> Request | None:
         """Enter the event. Return the request whose prompt got more blocks; None: there is none."""
-        if pod.blocks is None or (event.tokens and pod.space is not self._space(pod.model, event.block_tokens)):
+        if event.session is not None:
+            pod.has_sessions = True
+        is_other = pod.space is not self._spaces.get((pod.model, event.block_tokens))
+        if pod.blocks is None or (event.tokens and is_other):
             if not event.tokens:
                 return None
+            if not (event.is_full_attention if pod.blocks is None else pod.blocks.follows(event)):
+                pod.counts.blocks.passed_over += len(event.hashes)
+                return None  # another group of layers, whose blocks may have another size
             self._clear(pod)
             pod.space = self._space(pod.model, event.block_tokens)
             pod.blocks = pod.space.enter(pod)
         tip = pod.blocks.store(event)
-        if event.session is None:
-            return None
-        pod.has_sessions = True
-        if tip is None:
+        if event.session is None or tip is None:
             return None
         request = self._sessions.get((pod.pod_id, event.session))
         if request is None:

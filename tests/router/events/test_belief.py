@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -166,3 +168,45 @@ TestExactBelief = ExactBelief.TestCase
 TestExactBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
 TestToldBelief = ToldBelief.TestCase
 TestToldBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", ["mamba", "full_attention"])
+def test_groups_of_other_block_sizes_do_not_end_what_is_known(first: int, kind: str) -> None:
+    """A hybrid model's groups of layers may have blocks of different sizes, and their events alternate."""
+    belief = Belief()
+    for number in range(4):
+        session = f"s{number}"
+        keys = tuple(map(PrefixKey, range(10 * number, 10 * number + 2)))
+        belief.feed.on_routed(POD, session, keys, 16, 0.0, prompt_bytes=2 * STRIDE)
+        stored = {"type": "BlockStored", "parent_block_hash": None, "session_id": session}
+        tokens = list(range(100 * number, 100 * number + 16))
+        groups: list[dict[str, Any]] = [
+            {**stored, "group_idx": 0, "kv_cache_spec_kind": "full_attention", "block_size": 4, "token_ids": tokens},
+            {**stored, "group_idx": 1, "kv_cache_spec_kind": kind, "block_size": 8, "token_ids": tokens},
+        ]
+        for event in groups:
+            count = 16 // event["block_size"]
+            event["block_hashes"] = [10**6 * event["group_idx"] + 100 * number + at for at in range(count)]
+        order = groups if not first or number else groups[::-1]
+        belief.feed.batch(POD, msgpack.packb([0.0, order, None]))
+        belief.feed.on_answered(POD, session, 16)
+        believed = set().union(*belief.index.held(POD).values())
+        assert len(believed) == 2 * (number + 1)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_what_another_group_drops_is_not_gone(size: int) -> None:
+    """vLLM names blocks of several groups alike if their tokens are. A sliding window drops its blocks early."""
+    belief = Belief()
+    belief.feed.on_routed(POD, "s", (PrefixKey(1), PrefixKey(2)), 16, 0.0, prompt_bytes=2 * STRIDE)
+    stored = {"type": "BlockStored", "parent_block_hash": None, "session_id": "s", "token_ids": list(range(16))}
+    for group, kind, tokens in ((1, "sliding_window", size), (0, "full_attention", 4)):
+        names = list(range(16 // tokens))
+        event = {"group_idx": group, "kv_cache_spec_kind": kind, "block_size": tokens, "block_hashes": names}
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**stored, **event}], None]))
+    belief.feed.on_answered(POD, "s", 16)
+    removed = {"type": "BlockRemoved", "block_hashes": [0, 1], "medium": "GPU"}
+    for group, left in ((1, 2), (0, 0)):
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**removed, "group_idx": group}], None]))
+        assert len(set().union(*belief.index.held(POD).values())) == left
