@@ -219,7 +219,7 @@ class Call:
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
         """Return the pod of a new attempt, which counts from now on, then the pods for fallbacks."""
         parts = self._parts
-        await self._charge(exchange, inbound.prompt_tokens + inbound.output_tokens)
+        await self._charge(exchange, inbound.prompt_tokens + inbound.answer_tokens)
         outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
         full = await parts.reach.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
