@@ -223,7 +223,8 @@ class SpeedPool:
             tt += of_tt
             y += of_y
             ty += of_ty
-        token_s = max((w * ty - t * y) / (w * tt - t * t), _FASTEST_TOKEN_S)
+        apart = w * tt - t * t  # not above 0 if rounding leaves prompts of one size alone
+        token_s = max((w * ty - t * y) / apart, _FASTEST_TOKEN_S) if apart > 0 else _FASTEST_TOKEN_S
         base_s = (y - token_s * t) / w
         if base_s < 0:
             base_s, token_s = 0.0, ty / tt
