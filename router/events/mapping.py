@@ -35,6 +35,7 @@ class Request:
     __slots__ = (
         "block_tokens",
         "fork",
+        "home",
         "is_compared",
         "is_told",
         "keys",
@@ -54,6 +55,8 @@ class Request:
         """Whether the engine said how many tokens the prompt has."""
         self.tip: Node | None = None
         """The last known block; blocks of generated tokens follow those of the prompt."""
+        self.home: KeyMap | None = None
+        """The map of the tree that `tip` is in. An engine that is started anew with another block size has another."""
         self.block_tokens = 1
         self.prefilled = 0
         """Depth of the last block that was stored together with others, or that was the request's first. Blocks of

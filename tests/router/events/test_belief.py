@@ -210,3 +210,20 @@ def test_what_another_group_drops_is_not_gone(size: int) -> None:
     for group, left in ((1, 2), (0, 0)):
         belief.feed.batch(POD, msgpack.packb([0.0, [{**removed, "group_idx": group}], None]))
         assert len(set().union(*belief.index.held(POD).values())) == left
+
+
+def test_a_request_of_an_engines_last_life_enters_nothing_for_the_next() -> None:
+    """The engine is started anew with another block size, and the answer to an earlier request ends after that."""
+    belief = Belief()
+    belief.feed.on_routed(POD, "s", (PrefixKey(1), PrefixKey(2)), 16, 0.0, prompt_bytes=2 * STRIDE)
+    for life, size in ((1, 4), (2, 8)):
+        belief.feed.leave(POD)
+        belief.feed.follow(POD, MODEL)
+        belief.feed.flows(POD, is_flowing=True)
+        names, tokens = [10 * life + at for at in range(16 // size)], list(range(100 * life, 100 * life + 16))
+        stored = {"type": "BlockStored", "parent_block_hash": None, "block_hashes": names, "token_ids": tokens}
+        session = {"session_id": "s" if life == 1 else "another"}
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**stored, **session, "block_size": size}], None]))
+        assert any(belief.index.held(POD).values()) is (life == 1)
+    belief.feed.on_answered(POD, "s", 16)
+    assert not any(belief.index.held(POD).values())
