@@ -51,7 +51,7 @@ class PodBlocks:
 
     def store(self, event: Stored) -> Node | None:
         """Enter an event. Return its last block, or None if that is not known."""
-        if not self._is_counted(event.group, is_full=event.is_full_attention):
+        if not self.follows(event):
             self._counts.passed_over += len(event.hashes)
             return None
         self._counts.stored += len(event.hashes)
@@ -70,8 +70,9 @@ class PodBlocks:
         return nodes[-1]
 
     def remove(self, event: Removed) -> None:
-        """Enter an event. Blocks that are not in the tree are skipped, because they were never counted."""
-        if not self._full.get(event.group, True):
+        """Enter an event. Blocks that are not in the tree, and groups of which none is, are skipped: they were never
+        counted."""
+        if not self._full.get(event.group, False):
             return
         self._counts.removed += len(event.hashes)
         for name in event.hashes:
@@ -79,12 +80,12 @@ class PodBlocks:
             if node is not None and node.held & self.bit:
                 self._drop(node, event.tier)
 
-    def _is_counted(self, group: int, *, is_full: bool) -> bool:
-        """Return whether the group is followed. Of several groups with full attention, only the first is followed,
-        because all hold the same tokens."""
-        if group not in self._full:
-            self._full[group] = is_full and not any(self._full.values())
-        return self._full[group]
+    def follows(self, event: Stored) -> bool:
+        """Return whether the event's group is followed. Of several groups with full attention, only the first is
+        followed, because all hold the same tokens."""
+        if event.group not in self._full:
+            self._full[event.group] = event.is_full_attention and not any(self._full.values())
+        return self._full[event.group]
 
     def _moved(self, event: Stored) -> None:
         """Enter blocks that a slower tier has now. The event gives their names on the GPU, without tokens."""

@@ -231,7 +231,7 @@ class EventFeed:
             request.is_told = True
         elif request.tip is not None:  # all whole blocks of the prompt have been reported
             request.tokens = (request.prefilled + 0.5) * request.block_tokens
-        if request.tip is not None and pod.space is not None:
+        if pod.space is not None and request.home is pod.space.map:
             pod.space.map.place(request)
             pod.space.flush()
         self._answered.append((self._clock() + SETTLE_S, pod_id, request))
@@ -303,22 +303,26 @@ class EventFeed:
                 self._index.drop(pod.pod_id)  # what is believed about the pod is gone as well
         if pod.space is not None:
             for request in grown:
-                pod.space.map.place(request)
+                if request.home is pod.space.map:  # else a later event of the batch has changed the block size
+                    pod.space.map.place(request)
             pod.space.flush()
 
     def _store(self, pod: _Followed, event: Stored) -> Request | None:
         """Enter the event. Return the request whose prompt got more blocks; None: there is none."""
-        if pod.blocks is None or (event.tokens and pod.space is not self._space(pod.model, event.block_tokens)):
+        if event.session is not None:
+            pod.has_sessions = True
+        is_other = pod.space is not self._spaces.get((pod.model, event.block_tokens))
+        if pod.blocks is None or (event.tokens and is_other):
             if not event.tokens:
                 return None
+            if not (event.is_full_attention if pod.blocks is None else pod.blocks.follows(event)):
+                pod.counts.blocks.passed_over += len(event.hashes)
+                return None  # another group of layers, whose blocks may have another size
             self._clear(pod)
             pod.space = self._space(pod.model, event.block_tokens)
             pod.blocks = pod.space.enter(pod)
         tip = pod.blocks.store(event)
-        if event.session is None:
-            return None
-        pod.has_sessions = True
-        if tip is None:
+        if event.session is None or tip is None:
             return None
         request = self._sessions.get((pod.pod_id, event.session))
         if request is None:
@@ -328,6 +332,8 @@ class EventFeed:
         if request.tip is None or len(event.hashes) > 1:
             request.prefilled = tip.depth
         request.tip = tip
+        assert pod.space is not None
+        request.home = pod.space.map
         return request if is_prompt else None
 
     def _space(self, model: str, block_tokens: int) -> _Space:

@@ -206,8 +206,9 @@ class Streams:
 
     def _end(self, pod_id: PodId) -> None:
         self._gone.update(self._counts(pod_id))
-        _, _, task = self._streams.pop(pod_id)
+        _, stream, task = self._streams.pop(pod_id)
         task.cancel()
+        stream.close()  # now: the task ends only in the loop's next turn, and the pod may be followed anew before
         self._feed.leave(pod_id)
 
     # -- engines that connect -----------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ from itertools import pairwise
 from engine.contract.keys import PrefixKey
 from router.events.tree import Node, chain, common_depth, kept
 
+MAX_BLOCK_KEYS = 1024
+"""Keys that one block remembers. One prompt has fewer on a block. Prompts that differ only after their last whole block
+each have a key there, and that block stays for as long as such prompts come."""
 _NO_BOUND = 2**31
 
 
@@ -32,6 +35,7 @@ class Request:
     __slots__ = (
         "block_tokens",
         "fork",
+        "home",
         "is_compared",
         "is_told",
         "keys",
@@ -51,6 +55,8 @@ class Request:
         """Whether the engine said how many tokens the prompt has."""
         self.tip: Node | None = None
         """The last known block; blocks of generated tokens follow those of the prompt."""
+        self.home: KeyMap | None = None
+        """The map of the tree that `tip` is in. An engine that is started anew with another block size has another."""
         self.block_tokens = 1
         self.prefilled = 0
         """Depth of the last block that was stored together with others, or that was the request's first. Blocks of
@@ -171,25 +177,39 @@ class KeyMap:
             entry = entries.get(key)
             if entry is None:
                 entry = entries[key] = _Entry(node, request)
-                _attach(node, key)
+                self._attach(node, key, request)
                 self._on_moved(node.rooted, key)
             elif request.is_told or not entry.request.is_told:  # an estimate must not replace what is known
                 entry.request = request
                 if entry.node is not node:
-                    self._move(key, entry, node)
+                    self._move(key, entry, node, request)
             if request.parted is not None and request.parted[0] == at:
                 entry.lowest = max(entry.lowest, request.parted[1])
         last = entries.get(keys[-1])
         if request.is_told and last is not None:
             last.end = (request.size_bytes, request.tokens)
 
-    def _move(self, key: PrefixKey, entry: _Entry, node: Node) -> None:
+    def _move(self, key: PrefixKey, entry: _Entry, node: Node, request: Request) -> None:
         old = entry.node
         assert old.keys is not None
         old.keys.remove(key)
         entry.node = node
-        _attach(node, key)
+        self._attach(node, key, request)
         self._on_moved(old.rooted | node.rooted, key)
+
+    def _attach(self, node: Node, key: PrefixKey, request: Request) -> None:
+        """Note that the block stands for the key. If it has too many keys, forget its oldest key that is not of
+        `request`."""
+        if node.keys is None:
+            node.keys = [key]
+            return
+        node.keys.append(key)
+        if len(node.keys) > MAX_BLOCK_KEYS:
+            entries = self._entries
+            places = (at for at, other in enumerate(node.keys) if entries[other].request is not request)
+            oldest = node.keys.pop(next(places, 0))
+            del entries[oldest]
+            self._on_moved(node.rooted, oldest)
 
     def _depths(self, request: Request) -> list[int]:
         """Return how many blocks each key covers: at least one, at most the prompt's, never fewer than the key
@@ -270,10 +290,3 @@ def _interpolated(points: Sequence[tuple[float, float]], count: int, stride: int
             before, after = following
         places.append(_at(size, before, after))
     return places
-
-
-def _attach(node: Node, key: PrefixKey) -> None:
-    if node.keys is None:
-        node.keys = [key]
-    else:
-        node.keys.append(key)

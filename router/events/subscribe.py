@@ -118,7 +118,7 @@ class Stream:
                 except TimeoutError:
                     self._look()
         finally:
-            self._close()
+            self.close()
 
     def live(self, seq: bytes, payload: bytes) -> None:
         """Take a batch that was published."""
@@ -163,7 +163,8 @@ class Stream:
         sub.connect(self.address)
         self._loop.call_soon(self._read_monitor)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the sockets: nothing that is still queued counts. Cancel `run`, too."""
         self._close_dealer()
         if self._monitor is not None:
             self._loop.remove_reader(self._monitor.fileno())

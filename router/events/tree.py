@@ -44,6 +44,16 @@ class Node:
         self.held = self.rooted = _EVERY_POD if parent is None else 0
 
 
+class _Root(Node):
+    """The beginning of all prompts of a space."""
+
+    __slots__ = ("space",)
+
+    def __init__(self, space: str) -> None:
+        super().__init__(None, 0)
+        self.space = space
+
+
 class BlockTree:
     """The blocks of one model with one block size."""
 
@@ -54,8 +64,8 @@ class BlockTree:
         forgotten."""
         self._on_keys = on_keys
         self._on_pruned = on_pruned
-        self.roots: dict[str, Node] = {}
-        """Space (adapter and salt) -> root."""
+        self.roots: dict[str, _Root] = {}
+        """Space (adapter and salt) -> root, for spaces that have blocks: clients invent salts."""
         self.by_name: dict[int, Node] = {}
         self._ghosts: dict[Node, None] = {}
         self._strays: dict[Node, None] = {}
@@ -68,10 +78,12 @@ class BlockTree:
 
     def path(self, parent: int | None, space: str, digests: Sequence[int], names: Sequence[int]) -> list[Node] | None:
         """Return the nodes of consecutive blocks, and make new ones as needed; None if their parent is not known."""
+        node: Node
         if parent is None:
-            node = self.roots.get(space)
-            if node is None:
-                node = self.roots[space] = Node(None, 0)
+            root = self.roots.get(space)
+            if root is None:
+                root = self.roots[space] = _Root(space)
+            node = root
         else:
             found = self.by_name.get(parent)
             if found is None:
@@ -192,7 +204,11 @@ class BlockTree:
         assert parent is not None
         assert parent.children is not None
         del parent.children[digest]
-        if parent.parent is not None and not parent.children and not parent.held & self.live:
+        if parent.children:
+            return
+        if isinstance(parent, _Root):
+            del self.roots[parent.space]
+        elif not parent.held & self.live:
             self._ghosts[parent] = None
 
 

@@ -19,8 +19,12 @@ import msgpack
 
 from engine.contract.events import Tier
 
-MAX_BYTES = 64 * 2**20
-"""Largest batch. A prompt of a million tokens makes about 6 MiB."""
+MAX_BYTES = 8 * 2**20
+"""Largest batch. A prompt of a million tokens makes about 6 MiB. Requests wait while a batch is read: a real one of
+this size takes tenths of a second, and the worst that an engine can make up takes 3 s and 0.6 GB."""
+MAX_EVENTS = 2**18
+"""Events of a batch. Engines remove each block by an event of its own, and a prompt of a million tokens may evict
+65,536 blocks."""
 MAX_BLOCK_TOKENS = 65_536
 MAX_NAME_CHARS = 1024
 """Length of a session, an adapter or a salt."""
@@ -149,6 +153,8 @@ def decode(payload: bytes) -> Batch:
         raise BadBatch("neither a map nor an array of time and events")
     if not isinstance(events, list):
         raise BadBatch("a batch without a list of events")
+    if len(events) > MAX_EVENTS:
+        raise BadBatch(f"a batch of {len(events)} events, more than {MAX_EVENTS}")
     batch = Batch([], rank if _is_count(rank) else None)
     for said_event in events:
         try:

@@ -21,7 +21,7 @@ class Accounts:
         if inbound is None or not exchange.has_run:
             return
         prompt = inbound.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        output = inbound.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        output = inbound.answer_tokens if usage.completion_tokens is None else usage.completion_tokens
         cached = usage.cached_tokens or 0
         self._metrics.used(name, prompt=prompt, cached=cached, output=output)
         if self._usage_log is None:

@@ -272,7 +272,7 @@ class Chooser:
         """
         estimate = self._estimates.of(inbound.model)
         if usage.completion_tokens and not usage.is_broken:
-            estimate.saw_output(usage.completion_tokens / inbound.prompts)
+            estimate.saw_output(usage.completion_tokens / inbound.answers)
         if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
             low, high = TOKENS_PER_BYTE_RANGE
             if low < usage.prompt_tokens / inbound.prompt_bytes < high:

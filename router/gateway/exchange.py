@@ -84,7 +84,7 @@ class Exchange:
         if self.inbound is None or self.usage.prompt_tokens is None:
             return None
         output = self.usage.completion_tokens
-        return self.usage.prompt_tokens + (self.inbound.output_tokens if output is None else output)
+        return self.usage.prompt_tokens + (self.inbound.answer_tokens if output is None else output)
 
     @property
     def last(self) -> Attempt | None:

@@ -102,7 +102,7 @@ class Generate:
         if exchange.tenant.limits is None:
             return await self._proxy.forward(request, exchange, inbound, admitted)
         try:
-            tokens, on_wait = inbound.prompt_tokens + inbound.output_tokens, leaving_gate(request)
+            tokens, on_wait = inbound.prompt_tokens + inbound.answer_tokens, leaving_gate(request)
             async with self._limiter.take(exchange.tenant, tokens, on_wait) as taking:
                 exchange.rate_headers = taking.headers()
                 try:

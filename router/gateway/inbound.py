@@ -59,7 +59,7 @@ class Inbound:
     """Tokens of all prompts, estimated; exact for token ids."""
     tokens_per_stride: float
     output_tokens: int
-    """Expected length of the answer."""
+    """Expected length of one answer."""
     teaches_tokens: bool
     """Whether the answer's token count shows how many tokens this model makes of a byte of text."""
     body: bytes
@@ -67,6 +67,8 @@ class Inbound:
     salts, and `priority` if engines get it."""
     prompts: int = 1
     """Number of prompts; `keys` and `prompt_bytes` are those of the first."""
+    answers: int = 1
+    """Number of answers that it asks for; each prompt has one or several."""
     priority: int = 0
     """Higher is served sooner."""
     ttft_slo_s: float | None = None
@@ -87,6 +89,11 @@ class Inbound:
     """The body, if it is sent to the engine as it comes; `body` is then the beginning of the file."""
     resource: tuple[str, str] | None = None
     """Method, and path with query, if the request is not a POST to `endpoint`."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Expected tokens of all answers together."""
+        return self.answers * self.output_tokens
 
 
 inbound_by_load = partial(Inbound, stream=False, keys=(), prompt_bytes=0, teaches_tokens=False, is_by_load=True)
@@ -159,9 +166,9 @@ class Reader:
             new["model"] = name
         if (own_salt := self._salt(tenant, salt)) is not None:
             salt = new["cache_salt"] = own_salt
-        # Engines accept `priority` only at OpenAI's endpoints.
-        has_priority = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
-        if self._engine_priority is not None and has_priority and (priority or "priority" in fields):
+        # Engines accept `priority` and `n` only at OpenAI's endpoints.
+        is_openai = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+        if self._engine_priority is not None and is_openai and (priority or "priority" in fields):
             new["priority"] = self._engine_priority * priority
         if new:
             body = with_fields(body, fields, new)
@@ -184,6 +191,7 @@ class Reader:
             teaches_tokens=not media and (endpoint in _CHATS or isinstance(fields.get("prompt"), str)),
             body=body,
             prompts=head.prompts,
+            answers=head.prompts * _answers(fields) if is_openai else 1,
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
@@ -406,6 +414,11 @@ def endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
 
 def _is_token_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+
+
+def _answers(fields: Mapping[str, Any]) -> int:
+    """Return the answers to each prompt. Of `best_of` answers the client gets the `n` best, but all are computed."""
+    return max([1, *[value for name in ("n", "best_of") if type(value := fields.get(name)) is int]])
 
 
 def _expected_output(fields: Mapping[str, Any], learnt_tokens: float) -> int:

@@ -23,6 +23,8 @@ MOST_NAMES = 32
 """The largest number of models, and of tenants, that are named."""
 MOST_HOLDERS = 8
 """Pods that are named for a prefix; the others are only counted."""
+FASTEST_TOKEN_S = 1e-9
+"""A pod that seems to compute a token faster than this has reported nonsense: its speed is not shown."""
 
 
 class Snapshots:
@@ -54,7 +56,7 @@ class Snapshots:
         if pod is None:
             return row
         view = pod.state.view(pod.pod_id, now_s=now_s)
-        known = not view.cost_is_prior and view.cost.token_s > 0
+        known = not view.cost_is_prior and view.cost.token_s >= FASTEST_TOKEN_S
         return row | {
             "pod": pod.pod_id,
             "model": pod.model,

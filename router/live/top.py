@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import sys
 import urllib.error
@@ -24,6 +25,10 @@ SHOWN_PODS = 24
 SHOWN_PREFIXES = 6
 SHOWN_DECISIONS = 10
 _HINT = "--admin-url must be the URL of the gateway's --admin-port"
+_BROKEN = (OSError, http.client.HTTPException)
+"""Errors of a connection that breaks, or of a server that does not speak HTTP."""
+_STATE = frozenset(("decisions", "pods", "prefixes", "uptime_s", "waiting"))
+_WHOLE = _STATE | {"about", "history"}
 _BAR = 12
 _WIDE = 100
 """From this many columns on, everything has room."""
@@ -63,7 +68,7 @@ def _opened(url: str, path: str) -> Any:
     except urllib.error.HTTPError as error:
         with error:
             raise CannotWatch(_refusal(url, error)) from None
-    except (OSError, ValueError) as error:
+    except (*_BROKEN, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise CannotWatch(f"{url}: {reason}; {_HINT}") from None
 
@@ -78,10 +83,22 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
 def _whole(url: str) -> dict[str, Any]:
     with _opened(url, "/ui/state") as answer:
         try:
-            state: dict[str, Any] = json.loads(answer.read())
-        except (OSError, ValueError) as error:
+            text = answer.read()
+        except _BROKEN as error:
             raise CannotWatch(f"{url}: not a gateway's answer: {error}") from None
+    state = _read(url, text, _WHOLE)
     return state | {"point": _last_point(state)}
+
+
+def _read(url: str, text: bytes, names: frozenset[str]) -> dict[str, Any]:
+    """Return a gateway's state, which has at least these `names`. Raises CannotWatch."""
+    try:
+        state: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CannotWatch(f"{url}: not a gateway's answer: {error}") from None
+    if not isinstance(state, dict) or not names <= state.keys():
+        raise CannotWatch(f"{url}: not a gateway's answer; {_HINT}")
+    return state
 
 
 def frames(url: str) -> Iterator[dict[str, Any]]:
@@ -92,13 +109,13 @@ def frames(url: str) -> Iterator[dict[str, Any]]:
         while True:
             try:
                 line = stream.readline()
-            except OSError as error:
+            except _BROKEN as error:
                 raise CannotWatch(f"{url}: {error}") from None
             if not line:
                 raise CannotWatch(f"{url}: the gateway has ended the stream")
             if not line.startswith(b"data:"):
                 continue
-            state = json.loads(line[5:])
+            state = _read(url, line[5:], _STATE if about else _WHOLE)
             if "history" in state:  # the whole state
                 about, state, decisions = state["about"], state | {"point": _last_point(state)}, []
             decisions = [*decisions, *state["decisions"]][-SHOWN_DECISIONS:]

@@ -44,6 +44,11 @@ class Answered:
         if self.attempt is not None and served is not None and served != endpoint_of_pod(self.attempt.pod):
             self._go_elsewhere(self.attempt, served)
 
+    @property
+    def has_served(self) -> bool:
+        """Whether the engine began to serve the request, as its status says."""
+        return self._status < 300 and self._has_begun
+
     def add(self, chunk: bytes) -> None:
         """Take a piece of the body."""
         if not chunk:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from urllib.parse import unquote
 
 from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict
@@ -18,12 +19,13 @@ from engine.contract.errors import ApiError
 from engine.contract.log_lines import as_text
 from router.fleet.pod import Lease, Pod
 from router.gateway.admission import Admitted
-from router.gateway.by_load import BY_LOAD
-from router.gateway.errors import DeadlineExceeded, RequestTimeout, Unauthorized, error_response
+from router.gateway.by_load import BY_LOAD, CLOSED
+from router.gateway.errors import OPERATORS_PATHS, DeadlineExceeded, RequestTimeout, Unauthorized, error_response
 from router.gateway.exchange import Exchange
 from router.gateway.headers import CACHE_FACTS, request_id
 from router.gateway.inbound import Inbound
 from router.gateway.keys import key_id_shown
+from router.gateway.reach import NoSuchPath
 from router.gateway.reading import KEYED
 from router.picker.answer import Answered
 from router.picker.bodies import Body
@@ -50,6 +52,8 @@ Responses = Sequence[wire.ProcessingResponse]
 
 READ = frozenset(KEYED).union(BY_LOAD)
 """Paths whose bodies decide where requests go."""
+NOT_FOR_CLIENTS = CLOSED | OPERATORS_PATHS
+"""Paths that change an engine if they are POSTed to. The engine would take the gateway's key for it."""
 MAX_LOGGED_CHARS = 2**13
 """Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
@@ -134,7 +138,7 @@ class Call:
         if self._lease is not None:
             self._lease.__exit__()
         if self._taking is not None:
-            self._taking.used = exchange.tokens_used
+            self._taking.used = exchange.tokens_used if self._lease is None else self._tokens_by_load(exchange)
             await self._taking.__aexit__()
         self._inside.close()
         parts.recorder.ended(exchange, self._path, self._who)
@@ -145,7 +149,8 @@ class Call:
         parts, head, now_s = self._parts, message.request_headers, self._clock()
         fields = self._fields = fields_of(head.headers)
         exchange = self._exchange = Exchange(request_id(fields), now_s, now_s + parts.limits.total_s)
-        self._path = as_text(fields.get(":path", "").partition("?")[0], MAX_LOGGED_CHARS)
+        # Engines decode a path before they look it up, so `/v1/completion%73` is a request for completions.
+        self._path = as_text(unquote(fields.get(":path", "").partition("?")[0]), MAX_LOGGED_CHARS)
         exchange.client_session = fields.get(headers.SESSION)
         if parts.tracer is not None:
             exchange.trace = parts.tracer.begin(fields)
@@ -156,6 +161,8 @@ class Call:
             except Unauthorized as error:
                 parts.on_refusal(error)
                 raise
+        if fields.get(":method") == "POST" and self._path.rstrip("/") in NOT_FOR_CLIENTS:
+            raise NoSuchPath(f"{self._path} is for operators, not for clients", code="unknown_path")
         urgency(exchange, fields, parts)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -200,7 +207,7 @@ class Call:
         self._until(exchange.deadline_s)
         plain, sent = await self._body.plain(), self._body.sent()
         if self._fields.get(":method") != "POST" or self._path not in READ:
-            return self._go(*self._least_loaded(plain), sent, is_end=is_end)
+            return self._go(*await self._least_loaded(plain), sent, is_end=is_end)
         raw_path = self._fields.get(":path", "").partition("?")[0]
         assert self._admitted is not None
         inbound = exchange.inbound = await self._parts.reading.read(
@@ -211,11 +218,8 @@ class Call:
 
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
         """Return the pod of a new attempt, which counts from now on, then the pods for fallbacks."""
-        parts, tenant = self._parts, exchange.tenant
-        if tenant.limits is not None:
-            taking = parts.limiter.take(tenant, inbound.prompt_tokens + inbound.output_tokens)
-            self._taking = await taking.__aenter__()
-            exchange.rate_headers = taking.headers()
+        parts = self._parts
+        await self._charge(exchange, inbound.prompt_tokens + inbound.answer_tokens)
         outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
         full = await parts.reach.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
@@ -228,22 +232,44 @@ class Call:
         attempt.__enter__()
         return [choice.pod, *(pod for pod in pods if pod.pod_id not in avoided)]
 
+    async def _charge(self, exchange: Exchange, tokens: int) -> None:
+        """Charge the tenant's limits with a request of `tokens` tokens. Raises RateLimited."""
+        if exchange.tenant.limits is not None:
+            taking = self._parts.limiter.take(exchange.tenant, tokens)
+            self._taking = await taking.__aenter__()
+            exchange.rate_headers = taking.headers()
+
     async def _by_load(self) -> Responses:
         """Choose without a body, or without the whole body."""
         assert self._body is not None
         assert self._exchange is not None
         self._until(self._exchange.deadline_s)
-        return self._go(*self._least_loaded(b""), None, is_end=True)
+        return self._go(*await self._least_loaded(b""), None, is_end=True)
 
-    def _least_loaded(self, body: bytes) -> tuple[Pod, Sequence[Pod]]:
+    async def _least_loaded(self, body: bytes) -> tuple[Pod, Sequence[Pod]]:
+        """Return the pod for a request without keys, which counts from now on, and all pods that may have it.
+
+        A POST may make an engine compute, so it needs the tenant's rights and is charged.
+        """
         parts, exchange = self._parts, self._exchange
         assert exchange is not None
-        pod, able = ByLoad(parts.fleet, parts.room).pick(body, exchange.tenant, self._allowed)
-        tokens = 1 + len(body) // 4
+        by_load, tokens = ByLoad(parts.fleet, parts.room), 1 + len(body) // 4
+        tenant = exchange.tenant if self._fields.get(":method") == "POST" else None
+        pod, able = by_load.pick(body, tenant, self._allowed)
+        if tenant is not None and tenant.limits is not None:
+            await self._charge(exchange, tokens)
+            pod, able = by_load.pick(body, tenant, self._allowed)  # it may have waited
         self._lease = parts.fleet.lease(
             pod, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=1, streams=False
         ).__enter__()
         return pod, able
+
+    def _tokens_by_load(self, exchange: Exchange) -> int | None:
+        """Return the tokens that a request without keys took; None: use the estimate."""
+        if self._answered is None or not self._answered.has_served:
+            return 0
+        usage = exchange.usage
+        return None if usage.prompt_tokens is None else usage.prompt_tokens + (usage.completion_tokens or 0)
 
     def _go(self, pod: Pod, pods: Sequence[Pod], body: bytes | None, *, is_end: bool) -> Responses:
         """Tell the proxy where to go, and give it the body back."""

@@ -61,14 +61,15 @@ class ByLoad:
         self._fleet = fleet
         self._room = room
 
-    def pick(self, body: bytes, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
+    def pick(self, body: bytes, tenant: Tenant | None, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
         """Return the least loaded pod, and all allowed pods, of the model that a JSON body names. If the body
-        names no model with a pod, return those of all models.
+        names no model with a pod, return those of all models that the tenant may use.
 
-        Raises Forbidden and Unavailable.
+        `tenant`: whose rights count; None: nobody's, because the request computes nothing. Raises Forbidden and
+        Unavailable.
         """
         model = _model_of(body)
-        if model is not None and not tenant.may_use(model):
+        if tenant is not None and model is not None and not tenant.may_use(model):
             raise not_allowed(model)
         full: Collection[PodId] = ()
         pods: Sequence[Pod] = self._fleet.pods(model) if model is not None else ()
@@ -76,6 +77,8 @@ class ByLoad:
             full = self._room.full(model) or ()
         else:
             pods = self._fleet.admitted()
+            if tenant is not None:
+                pods = [pod for pod in pods if any(tenant.may_use(served.name) for served in pod.identity.models)]
         others = outside(pods, allowed)
         able = [pod for pod in pods if pod.pod_id not in others]
         if not able:

@@ -25,8 +25,11 @@ MAX_BYTES = 2**20
 _MAX_ENGINES = 16
 _MAX_SIZES = 64
 _LARGEST = 1e12
-_MOST_LOG = 50.0
-"""Bound of the logarithms of ratios and seconds."""
+_MOST_LOG = 16.0
+"""Bound of the logarithms of ratios and seconds: nothing takes less than a tenth of a microsecond, or more than a
+hundred days. Beyond it, sums of squares lose what the fit of a speed needs."""
+_MOST_NOISE = 100.0
+"""Bound of the variance of a logarithm. No gateway counts an answer that is more than e^5 times off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def decode_learnt(data: bytes) -> tuple[Learnt, float]:
                 for pod, (factor, evidence_s, mean) in record["factors"].items()
             },
             {
-                PodId(pod): LearntRoom(_above(capacity), None if told is None else int(_above(told)))
+                PodId(pod): LearntRoom(_above(capacity), None if told is None else _count(told))
                 for pod, (capacity, told) in record["rooms"].items()
             },
         )
@@ -114,7 +117,7 @@ def _speed(level: Any, noise: Any, noises: Any, observations: Any, sizes: Any) -
         raise ValueError(f"{len(sizes)} sizes")
     return LearntSpeed(
         _log(level),
-        _above(noise),
+        _most(_above(noise), _MOST_NOISE),
         _above(noises),
         int(_number(observations)),
         {int(_number(digits)): (_above(n), _number(tokens), _log(seconds)) for digits, n, tokens, seconds in sizes},
@@ -130,6 +133,18 @@ def _number(value: Any) -> float:
 def _above(value: Any) -> float:
     if (number := _number(value)) < 1e-9:
         raise ValueError(f"{number} where more than 0 is expected")
+    return number
+
+
+def _most(number: float, most: float) -> float:
+    if number > most:
+        raise ValueError(f"{number} where at most {most:g} is expected")
+    return number
+
+
+def _count(value: Any) -> int:
+    if (number := int(_number(value))) < 1:
+        raise ValueError(f"{number} where at least 1 is expected")
     return number
 
 

@@ -346,7 +346,9 @@ class RegistryReader:
             self._pass_over(pod, feed, error)
             return
         feed.looked = True
-        if snapshot is not None and not feed.synced:
+        if snapshot is None:  # it stays refused until the engine changes; a good delta leads to an earlier look
+            feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
+        elif not feed.synced:
             await redis.set(resync_key(feed.model, pod), b"1", px=int(REPLAY_S * 1000))
 
     def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[Delta]) -> None:

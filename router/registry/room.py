@@ -109,8 +109,9 @@ class Room:
         told = taken.capacity_tokens
         if told is not None and told != self._told and told > 0:
             was = self._told or (self._capacity if self._capacity < math.inf else None)
-            # The pod restarted with another capacity: keep the learnt ratio.
-            self._capacity = float(told) if was is None else self._bounded(self._capacity * told / was, told)
+            # The pod restarted with another capacity: keep the learnt ratio. Without a statement, keys that were gone
+            # at once may have shown a capacity of 0, which is no ratio to anything.
+            self._capacity = self._bounded(self._capacity * told / was, told) if was else float(told)
             self._told = told
         self._taken = min(self._taken + 1, _MEAN_OF)  # the first requests are guesses: they fade soon
         self.key_tokens += (taken.key_tokens - self.key_tokens) / self._taken

@@ -22,6 +22,8 @@ from router.routing.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
 from router.routing.types import PodId
 
 _FASTEST_TOKEN_S = 1e-7
+_LEAST_S = 1e-6
+"""The least time of a request, expected or seen: the fit may expect none of one that is cached whole."""
 _SIZE_ANSWERS = 50
 """For each size of prompt, about the last 50 answers count. With one count for all sizes, many short (cached) prompts
 would wipe out what is known of long ones."""
@@ -176,9 +178,12 @@ class SpeedPool:
 
     def log_ratio(self, uncached_tokens: int, service_s: float) -> float:
         """Return the logarithm of a time over the expected time of a pod with factor 1."""
-        expected_s = self._base_s + self._token_s * uncached_tokens
-        ratio = math.log(max(service_s, 1e-6) / expected_s) - self._level
+        ratio = math.log(max(service_s, _LEAST_S) / self._expected_s(uncached_tokens)) - self._level
         return min(max(ratio, -_OUTLIER), _OUTLIER)
+
+    def _expected_s(self, uncached_tokens: int) -> float:
+        """Return the expected time at level 0; above 0."""
+        return max(_LEAST_S, self._base_s + self._token_s * uncached_tokens)
 
     def mean_with(self, log_ratio: float, gained: float, now_s: float) -> float:
         """Add a log ratio that counts for `gained` seconds, and return the mean of all pods' log ratios."""
@@ -198,8 +203,7 @@ class SpeedPool:
         """Count a prefill that took e ** `log_ratio` times what the pool expects of its pod, with the pod's factor."""
         self.observations += 1
         weight = 1 / min(self.observations + 1, _LEVEL_ANSWERS + 2 * len(self._members))
-        expected_s = self._base_s + self._token_s * uncached_tokens
-        seconds = math.log(expected_s) + (1 - weight) * log_ratio
+        seconds = math.log(self._expected_s(uncached_tokens)) + (1 - weight) * log_ratio
         self._level += weight * log_ratio
         digits = uncached_tokens.bit_length()
         size = self._sizes.get(digits)
@@ -219,7 +223,8 @@ class SpeedPool:
             tt += of_tt
             y += of_y
             ty += of_ty
-        token_s = max((w * ty - t * y) / (w * tt - t * t), _FASTEST_TOKEN_S)
+        apart = w * tt - t * t  # not above 0 if rounding leaves prompts of one size alone
+        token_s = max((w * ty - t * y) / apart, _FASTEST_TOKEN_S) if apart > 0 else _FASTEST_TOKEN_S
         base_s = (y - token_s * t) / w
         if base_s < 0:
             base_s, token_s = 0.0, ty / tt

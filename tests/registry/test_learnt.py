@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -17,17 +17,20 @@ from engine.contract.events import DecodeError
 from engine.contract.redis_keys import LEARNT_KEY
 from router.registry.learnt import Learnt, LearntRoom, LearntTokens, decode_learnt, encode_learnt
 from router.registry.learnt_sync import KEPT_S, LearntSync
-from router.routing.speeds import LearntFactor, LearntSpeed
+from router.registry.room import Taken
+from router.registry.speculation import Speculation
+from router.routing.pod_state import PodState
+from router.routing.speeds import LearntFactor, LearntSpeed, Speeds
 from router.routing.types import PodId
 from tests.redis_server import RedisServer
 
 above = st.floats(1e-6, 1e12)
-logs = st.floats(-50, 50)
+logs = st.floats(-16, 16)
 pods = st.text(min_size=1, max_size=8).map(PodId)
 speeds = st.builds(
     LearntSpeed,
     logs,
-    above,
+    st.floats(1e-6, 100),
     above,
     st.integers(0, 10**12),
     st.dictionaries(st.integers(0, 40), st.tuples(above, st.floats(0, 1e12), logs), max_size=4),
@@ -70,6 +73,49 @@ def test_what_is_no_record_is_refused_and_breaks_nothing(name: str, value: objec
     except DecodeError:
         return
     assert decode_learnt(encode_learnt(learnt, written_s)) == (learnt, written_s)
+
+
+@given(records, st.lists(st.tuples(st.sampled_from([0, 1, 900, 10**6]), st.floats(0, 1e3)), max_size=6))
+@example(Learnt(speeds={"vllm": LearntSpeed(-1, 1, 50, 2, {0: (1e-3, 1e12, 0), 40: (50, 40, 12)})}), [(1, 0.1)] * 6)
+@settings(max_examples=200, deadline=None)
+def test_a_gateway_works_with_any_record_that_it_reads(learnt: Learnt, served: list[tuple[int, float]]) -> None:
+    learnt, _ = decode_learnt(encode_learnt(learnt, 1.0))
+    known = Speeds()
+    known.expect("m", learnt.speeds, learnt.factors)
+    now_s = 0.0
+    for engine in ("vllm", "sglang"):
+        state = PodState(known.of("m", engine))
+        for factor in learnt.factors.values():
+            state.speed.begin_with(factor)
+        for tokens, seconds in served:
+            now_s += 10.0
+            state.sent("r", prompt_tokens=900, uncached_tokens=tokens, output_tokens=1, now_s=now_s)
+            assert state.view(PodId("p"), now_s=now_s).cost.token_s > 0
+            assert state.row(now_s)
+            now_s += seconds
+            state.first_token("r", now_s=now_s)
+            state.finished("r", now_s=now_s)
+    for room in learnt.rooms.values():
+        cache = Speculation(100)
+        cache.expect_room(room.capacity_tokens, room.told_tokens)
+        for told in (None, 1, 10**9, 1000):
+            cache.take(Taken(500, 64.0, told, 16), 4, now_s)
+            assert cache.room_tokens() >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("speeds", {"vllm": [0.5, 1e12, 20.0, 30, []]}),
+        ("speeds", {"vllm": [50, 0.25, 20.0, 30, []]}),
+        ("speeds", {"vllm": [0.5, 0.25, 20.0, 30, [[11, 12.0, 1500.0, -50]]]}),
+        ("rooms", {"a": [100.0, 0.5]}),
+    ],
+)
+def test_absurd_numbers_are_refused(name: str, value: object) -> None:
+    fields = json.loads(encode_learnt(RECORD, 1.0))
+    with pytest.raises(DecodeError):
+        decode_learnt(json.dumps({**fields, name: value}).encode())
 
 
 @given(st.binary(max_size=64))

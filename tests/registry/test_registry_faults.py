@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from typing import Any
 
 import pytest
 import redis
@@ -147,6 +148,40 @@ async def test_engines_of_another_stride_are_named_once_each(
         await wait_until(lambda: all(engine.publisher.stats.deltas >= 5 for engine in engines))
     told = [record.getMessage() for record in caplog.records if "--stride" in record.getMessage()]
     assert len(told) == len(set(told)) == len(engines)
+
+
+@pytest.mark.parametrize("is_absurd", [False, True])
+async def test_an_engine_whose_snapshot_is_refused_costs_no_replays(
+    redis_server: RedisServer, is_absurd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay reads what all engines have sent in the last seconds."""
+    engine = FakeEngine(redis_server, "bad", epoch=1, stride=256 if is_absurd else 128)
+    if is_absurd:
+        engine.publisher._load = lambda: LoadReport(running=2**31)
+    gateway = Gateway(redis_server)
+    monkeypatch.setattr(gateway.reader, "_lease_s", 60.0)
+    replays = []
+    recent = gateway.reader._recent
+
+    async def count(*args: Any) -> Any:
+        replays.append(args)
+        return await recent(*args)
+
+    monkeypatch.setattr(gateway.reader, "_recent", count)
+    clock = asyncio.get_running_loop().time
+    async with engine.running(), gateway.following(engine):
+        await wait_until(lambda: bool(replays))
+        began_s, number = clock(), 0
+        while clock() - began_s < 4 * RETRY_S:
+            number += 1
+            engine.change({number: Tier.GPU})
+            await asyncio.sleep(0.05)
+        assert len(replays) == 1
+        assert gateway.reader.status().last_error
+        good = FakeEngine(redis_server, "bad", epoch=2)
+        async with good.running():
+            good.change({7: Tier.GPU})
+            await gateway.wait_equal(good)  # an engine that is put right is followed at once
 
 
 async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.contract.keys import PrefixKey
 from router.events.feed import MAX_SESSION_KEYS, EventFeed
+from router.events.mapping import MAX_BLOCK_KEYS
 from router.registry.index import PrefixIndex
 from router.routing.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
@@ -118,6 +121,26 @@ class ToldBelief(Belief):
     is_told = True
 
 
+def test_of_prompts_that_differ_after_their_last_whole_block_the_keys_are_bounded() -> None:
+    """A common beginning stays in the cache, and the last key of each question after it stands for the same block."""
+    belief = Belief()
+    strides, block_tokens = 10, 64
+    stored = {"type": "BlockStored", "lora_id": None, "block_size": block_tokens}
+    common = {**stored, "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": list(range(2 * block_tokens))}
+    shared = tuple(map(PrefixKey, range(strides)))
+    for number in range(2 * MAX_BLOCK_KEYS):
+        session, last = f"s{number}", PrefixKey(1_000 + number)
+        size = (strides + 1.5) * STRIDE
+        belief.feed.on_routed(POD, session, (*shared, last), 2.5 * block_tokens, 0.0, prompt_bytes=int(size))
+        own = {**stored, "block_hashes": [10 + number], "parent_block_hash": 2, "token_ids": [number] * block_tokens}
+        events = [{**event, "session_id": session} for event in ([common] if not number else []) + [own]]
+        belief.feed.batch(POD, msgpack.packb([0.0, events, None]))
+        belief.feed.on_answered(POD, session, int(2.5 * block_tokens))
+        believed = set().union(*belief.index.held(POD).values())
+        assert believed.issuperset((*shared, last))
+        assert len(believed) <= strides + MAX_BLOCK_KEYS
+
+
 def test_of_requests_that_wait_for_their_blocks_the_keys_are_bounded() -> None:
     belief = Belief()
     texts = {"first": piece(1, 60), "last": piece(2, 60)}
@@ -145,3 +168,62 @@ TestExactBelief = ExactBelief.TestCase
 TestExactBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
 TestToldBelief = ToldBelief.TestCase
 TestToldBelief.settings = settings(max_examples=30, stateful_step_count=15, deadline=None)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", ["mamba", "full_attention"])
+def test_groups_of_other_block_sizes_do_not_end_what_is_known(first: int, kind: str) -> None:
+    """A hybrid model's groups of layers may have blocks of different sizes, and their events alternate."""
+    belief = Belief()
+    for number in range(4):
+        session = f"s{number}"
+        keys = tuple(map(PrefixKey, range(10 * number, 10 * number + 2)))
+        belief.feed.on_routed(POD, session, keys, 16, 0.0, prompt_bytes=2 * STRIDE)
+        stored = {"type": "BlockStored", "parent_block_hash": None, "session_id": session}
+        tokens = list(range(100 * number, 100 * number + 16))
+        groups: list[dict[str, Any]] = [
+            {**stored, "group_idx": 0, "kv_cache_spec_kind": "full_attention", "block_size": 4, "token_ids": tokens},
+            {**stored, "group_idx": 1, "kv_cache_spec_kind": kind, "block_size": 8, "token_ids": tokens},
+        ]
+        for event in groups:
+            count = 16 // event["block_size"]
+            event["block_hashes"] = [10**6 * event["group_idx"] + 100 * number + at for at in range(count)]
+        order = groups if not first or number else groups[::-1]
+        belief.feed.batch(POD, msgpack.packb([0.0, order, None]))
+        belief.feed.on_answered(POD, session, 16)
+        believed = set().union(*belief.index.held(POD).values())
+        assert len(believed) == 2 * (number + 1)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_what_another_group_drops_is_not_gone(size: int) -> None:
+    """vLLM names blocks of several groups alike if their tokens are. A sliding window drops its blocks early."""
+    belief = Belief()
+    belief.feed.on_routed(POD, "s", (PrefixKey(1), PrefixKey(2)), 16, 0.0, prompt_bytes=2 * STRIDE)
+    stored = {"type": "BlockStored", "parent_block_hash": None, "session_id": "s", "token_ids": list(range(16))}
+    for group, kind, tokens in ((1, "sliding_window", size), (0, "full_attention", 4)):
+        names = list(range(16 // tokens))
+        event = {"group_idx": group, "kv_cache_spec_kind": kind, "block_size": tokens, "block_hashes": names}
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**stored, **event}], None]))
+    belief.feed.on_answered(POD, "s", 16)
+    removed = {"type": "BlockRemoved", "block_hashes": [0, 1], "medium": "GPU"}
+    for group, left in ((1, 2), (0, 0)):
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**removed, "group_idx": group}], None]))
+        assert len(set().union(*belief.index.held(POD).values())) == left
+
+
+def test_a_request_of_an_engines_last_life_enters_nothing_for_the_next() -> None:
+    """The engine is started anew with another block size, and the answer to an earlier request ends after that."""
+    belief = Belief()
+    belief.feed.on_routed(POD, "s", (PrefixKey(1), PrefixKey(2)), 16, 0.0, prompt_bytes=2 * STRIDE)
+    for life, size in ((1, 4), (2, 8)):
+        belief.feed.leave(POD)
+        belief.feed.follow(POD, MODEL)
+        belief.feed.flows(POD, is_flowing=True)
+        names, tokens = [10 * life + at for at in range(16 // size)], list(range(100 * life, 100 * life + 16))
+        stored = {"type": "BlockStored", "parent_block_hash": None, "block_hashes": names, "token_ids": tokens}
+        session = {"session_id": "s" if life == 1 else "another"}
+        belief.feed.batch(POD, msgpack.packb([0.0, [{**stored, **session, "block_size": size}], None]))
+        assert any(belief.index.held(POD).values()) is (life == 1)
+    belief.feed.on_answered(POD, "s", 16)
+    assert not any(belief.index.held(POD).values())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import pytest
 import zmq
@@ -293,6 +295,34 @@ async def test_engines_that_connect_are_told_apart_by_topic() -> None:
         second.publish()
         await until(lambda: here.believed(TEXT, PodId("one")) == 12 and here.believed(TEXT[::-1], PodId("two")) == 12)
         assert here.believed(TEXT, PodId("two")) == here.believed(TEXT[::-1], PodId("one")) == 0
+
+
+async def test_batches_of_a_pods_last_life_do_not_count_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway hears of a restart while it reads a busy stream, whose next piece is already in the loop's queue."""
+    engine = ModelEngine(room=64, block_tokens=4)
+    async with publishing(engine) as publisher, gateway() as here:
+        here.streams.set_sources({POD: source(publisher, replays=False, life="1")})
+        await until(lambda: here.streams.state(POD) == "waiting")
+        heard, batch = [], here.feed.batch
+
+        def hear(pod_id: PodId, payload: bytes) -> None:
+            batch(pod_id, payload)
+            heard.append(payload)
+            if len(heard) == 1:
+                new = Source(MODEL, "127.0.0.1", 8000, 1, None, "2")
+                asyncio.get_running_loop().call_soon(here.streams.set_sources, {POD: new})
+
+        while here.streams._streams[POD][0].life == "1":
+            stream = here.streams._streams[POD][1]
+            monkeypatch.setattr(stream._order, "_apply", partial(hear, POD))
+            for _ in range(3 * subscribe.PIECE):
+                engine.clear()
+            publisher.publish()
+            time.sleep(0.05)  # noqa: ASYNC251  # all are in the socket before the loop reads the first
+            await asyncio.sleep(0.05)  # nothing shows when the subscription is ready
+        counts = here.feed.counts(POD)
+        assert counts is not None
+        assert counts.batches == 0
 
 
 async def test_a_pod_that_is_gone_leaves_nothing_behind() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.contract.events import Tier
-from router.events.wire import BadBatch, Cleared, Removed, Stored, decode
+from router.events.wire import MAX_BYTES, MAX_EVENTS, BadBatch, Cleared, Removed, Stored, decode
 
 BIG = 2**64 - 3
 STORED = {
@@ -116,6 +116,20 @@ def test_headers_that_promise_more_than_there_is(payload: bytes) -> None:
     """A header may announce data that does not follow. This takes neither memory nor stack."""
     with pytest.raises(BadBatch):
         decode(payload)
+
+
+def test_a_batch_with_too_many_events_is_refused_before_any_is_read() -> None:
+    """Requests wait while a batch is read, and a megabyte has room for half a million events."""
+
+    def batch(events: int) -> bytes:
+        return b"\x92\x00\xdd" + events.to_bytes(4, "big") + b"\x90" * events
+
+    assert decode(batch(MAX_EVENTS)).counts.unknown_events == MAX_EVENTS
+    for events in (MAX_EVENTS + 1, MAX_BYTES - 7):
+        with pytest.raises(BadBatch, match="events"):
+            decode(batch(events))
+    with pytest.raises(BadBatch, match="bytes"):
+        decode(batch(MAX_BYTES))
 
 
 VALUES = st.recursive(

@@ -287,6 +287,42 @@ async def test_a_request_takes_its_prompt_and_its_answer_from_the_limit(folder: 
         assert [(await gateway.post(ASK, **bearer("key-a"))).status for _ in range(3)] == [200, 200, 429]
 
 
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "statuses"),
+    [
+        ("/v1/completions", {"prompt": ["x"] * 20}, [200, 429]),
+        ("/v1/completions", {"prompt": ["x"] * 4, "n": 5}, [200, 429]),
+        ("/v1/completions", {"prompt": "x", "n": 1, "best_of": 20}, [200, 429]),
+        ("/v1/chat/completions", {**CHAT, "n": 20}, [200, 429]),
+        ("/v1/chat/completions", {**CHAT, "n": 10**9}, [429, 429]),
+        ("/v1/completions", {"prompt": "x", "n": [20], "best_of": -20}, [200, 200]),
+        ("/v1/messages", {**CHAT, "n": 20}, [200, 200]),
+    ],
+)
+async def test_a_request_reserves_all_answers_that_it_asks_for(
+    folder: Path, path: str, more: Any, statuses: list[int]
+) -> None:
+    """Each answer has 50 tokens, and two times 20 answers do not fit. Streams need not report usage."""
+    engine = ScriptedEngine("a", streams([event("x"), b"data: [DONE]\n\n"]))
+    ask = {"model": "m", "max_tokens": 50, "stream": True, **more}
+    async with running(engine, **settings(folder, a="tokens_per_minute: 1900")) as gateway:
+        assert [(await gateway.post(ask, path=path, **bearer("key-a"))).status for _ in range(2)] == statuses
+
+
+@pytest.mark.parametrize("more", [{"prompt": ["x"] * 20}, {"prompt": "x", "n": 20}])
+async def test_one_tenants_many_answers_do_not_make_another_tenants_requests_dear(folder: Path, more: Any) -> None:
+    """What is learnt of a model's answers is their length, however many answers a request has."""
+    said = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 20, "completion_tokens": 20 * 50}})
+    engine = ScriptedEngine("a", answers(200, said))
+    async with running(engine, **settings(folder, a="", b="tokens_per_minute: 300")) as gateway:
+        for _ in range(60):
+            assert (await gateway.post({"model": "m", **more}, **bearer("key-a"))).status == 200
+        assert (await gateway.post({"model": "m", "prompt": "x"}, **bearer("key-b"))).status == 200
+
+
 async def test_requests_at_once_end_with_their_clients(folder: Path) -> None:
     engine = ScriptedEngine("a", stalls_after([event("x")]))
     async with running(engine, **settings(folder, a="requests_at_once: 1")) as gateway:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
 from router.registry.index import Match, PrefixIndex
-from router.registry.room import Room, Taken
+from router.registry.room import ENOUGH_SIGNS, Room, Taken
 from router.routing.types import PodId
 
 POD = PodId("pod")
@@ -225,3 +225,17 @@ def test_a_room_begins_with_what_another_gateway_has_learnt_of_the_pod() -> None
     index.speculate(POD, prompt(1, 4), 1.0, math.inf, taken(4, 0, 4000))  # a larger cache of the same kind
     assert index.learnt_room(POD) == (6000.0, 4000)
     assert index.learnt_room(PodId("new")) is None
+
+
+def test_a_pod_that_held_nothing_may_state_a_capacity_later() -> None:
+    """Its metrics may be read only after its first requests, whose prefixes were gone each time."""
+    index, now_s = PrefixIndex(), 0.0
+    for _ in range(ENOUGH_SIGNS + 1):
+        for _ in range(2):
+            now_s += 100.0
+            index.speculate(POD, prompt(1, 1), now_s, math.inf, taken(1, 0, None))
+        index.refute(POD, prompt(1, 1), 0, now_s)
+    assert index.rooms.of(POD) == 0.0
+    for capacity in (10_000, 20_000):
+        index.speculate(POD, prompt(1, 1), now_s, math.inf, taken(1, 0, capacity))
+        assert index.rooms.of(POD) == capacity - KEY_TOKENS

@@ -17,10 +17,13 @@ import orjson
 import pytest
 from blockbuster import BlockBuster
 
+from engine.contract.load import LoadReport, StepCost, pack_load, unpack_load
 from router.live import feed
 from router.live.feed import MOST_VIEWERS
 from router.live.pages import PAGE, content_policy
 from router.live.snapshot import MOST_PODS
+from router.parts import FLEET
+from router.routing.types import PodId
 from tests.browser import Browser
 from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running, streams, usage_event
 
@@ -106,6 +109,22 @@ async def test_a_pod_in_trouble_is_shown_as_such() -> None:
             await gateway.post(PROMPT)
         rows = {row["pod"]: row["state"] for row in (await whole(gateway))["pods"]["rows"]}
         assert rows == {"a": "ejected", "b": "serving"}
+
+
+@pytest.mark.parametrize("token_s", [1e-30, 5e-324])
+async def test_a_pod_that_reports_an_absurd_speed_does_not_end_the_page(token_s: float) -> None:
+    """The time for a token has no least value in a report, and its inverse is a number that JSON cannot hold."""
+    async with running(ScriptedEngine("a", GOOD), ScriptedEngine("b", GOOD)) as gateway:
+        fleet = gateway.app[FLEET]
+        async with watching(gateway) as frames:
+            for pod, seconds in (("a", token_s), ("b", 0.001)):
+                load = unpack_load(pack_load(LoadReport(cost=StepCost(token_s=seconds))))
+                fleet.report(PodId(pod), load)
+            shown = {row["pod"]: row["tokens_per_s"] for row in (await whole(gateway))["pods"]["rows"]}
+            assert shown == {"a": None, "b": 1000}
+            async with asyncio.timeout(30):
+                for _ in range(3):
+                    await anext(frames)
 
 
 async def test_pods_in_trouble_and_the_busiest_of_many_pods_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,3 +252,28 @@ def test_too_few_answers_are_not_told() -> None:
     pods.answer(100 + (ENOUGH_OBSERVATIONS - 1) / 10 - 0.05)
     assert 0 < pods.pool.observations < ENOUGH_OBSERVATIONS
     assert pods.pool.learnt is None
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_prompt_that_is_cached_whole_teaches_whatever_the_fit_is(is_told: bool) -> None:
+    """If times grow faster than prompts, the line through them expects no time at all of no tokens."""
+    state, now_s = PodState(), 0.0
+
+    def serve(tokens: int, seconds: float, cached_tokens: int | None, uncached_tokens: int) -> None:
+        nonlocal now_s
+        now_s += 1000.0
+        state.sent("r", prompt_tokens=tokens, uncached_tokens=uncached_tokens, output_tokens=1, now_s=now_s)
+        state.first_token("r", now_s=now_s + seconds, cached_tokens=cached_tokens)
+        state.finished("r", now_s=now_s + seconds + 1.0)
+
+    for _ in range(60):
+        for tokens, seconds in ((500, 0.02), (1000, 0.06), (8000, 4.0)):
+            serve(tokens, seconds, 0, tokens)
+    assert state.speed.overhead_s == 0.0
+    for _ in range(60):
+        serve(1000, 0.01, 1000 if is_told else None, 0)
+    assert not state._decoding
+    assert not state._pending
+    assert state._context_tokens == 0
+    assert 0 <= state.speed.overhead_s < 1.0
+    assert 0 < state.cost.token_s < 0.01
