@@ -15,7 +15,7 @@ import orjson
 from router.gateway.outcome import Outcome
 
 MAX_BYTES = 2**14
-"""Longest body that is searched. The errors of these engines have some hundred bytes."""
+"""Longest body that is searched. The errors of these engines have a few hundred bytes."""
 
 GAVE_UP = "the engine gave the answer up"
 
