@@ -154,7 +154,7 @@ def test_times_that_are_not_positive_are_ignored() -> None:
 
 
 def test_the_shortest_step_follows_the_device() -> None:
-    """The shortest time is known from the first step on. If the device slows down, it rises within a few hundred steps."""
+    """The shortest time is known from the first step on. If the device slows down, it rises in a few hundred steps."""
     fit = StepCostFit()
     assert fit.least_s == 0
     for number in range(100):
