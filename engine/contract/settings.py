@@ -131,7 +131,9 @@ class Settings(BaseSettings):
     def _from_file(cls, path: Path) -> dict[str, Any]:
         try:
             text = path.read_text()
-            root, content = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+            loader = yaml.SafeLoader(text)
+            root = loader.get_single_node()
+            content = None if root is None else loader.construct_document(root)
         except (OSError, UnicodeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {path} cannot be read: {error}") from None
         except _BAD_VALUE as error:
