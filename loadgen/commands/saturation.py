@@ -27,6 +27,12 @@ _LEAST_REQUESTS = 20
 """With fewer requests, medians of halves mean nothing."""
 
 
+def check_rate(rate: float, point_s: float) -> None:
+    """Raise ValueError if a step of `rate` requests/s, which lasts `point_s` seconds, has too many requests."""
+    if rate * point_s > MOST_REQUESTS:
+        raise ValueError(f"{rate:g} requests/s for --point-s {point_s:g} are over {MOST_REQUESTS:,} requests")
+
+
 def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], point: float, ttft_growth: float) -> str:
     """Return why the point is saturated; empty: it is not. `lower`: points of the same arm at lower steps, ascending;
     `point`: requests at a time in a sweep over concurrency, else 0."""

@@ -13,7 +13,7 @@ from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.one_arm import timed_by
-from loadgen.commands.saturation import MOST_REQUESTS
+from loadgen.commands.saturation import check_rate
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
 from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
@@ -135,9 +135,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             raise ValueError("--baseline does not go with --sweep rate: each arm has a curve of its own")
         if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
             raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
-        first = max(self.rates, default=self.start_rate)
-        if first * self.point_s > MOST_REQUESTS:
-            raise ValueError(f"{first:g} requests/s for --point-s {self.point_s:g} are over {MOST_REQUESTS:,} requests")
+        check_rate(max(self.rates, default=self.start_rate), self.point_s)
         if self.rates and (wrong := [name for name in ("start_rate", "precision") if name in given]):
             raise ValueError(f"--rates and {_dashed(wrong[0])} exclude each other: listed rates are all that is tried")
 

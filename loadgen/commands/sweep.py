@@ -14,7 +14,7 @@ from engine.contract.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import timed_by
-from loadgen.commands.saturation import MOST_REQUESTS
+from loadgen.commands.saturation import MOST_REQUESTS, check_rate
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.commands.sweep_result import sweep_result
 from loadgen.commands.sweep_run import Steps, Sweep, SweepPlan
@@ -96,9 +96,8 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
         if listed and searching:
             unused = searching[0].replace("_", "-")
             raise ValueError(f"{listed} and --{unused} exclude each other: listed steps are all that is tried")
-        first = max(self.rates, default=min(self.start_rate, self.max_rate))
-        if not self.over_concurrency and first * self.point_s > MOST_REQUESTS:
-            raise ValueError(f"{first:g} requests/s for --point-s {self.point_s:g} are over {MOST_REQUESTS:,} requests")
+        if not self.over_concurrency:
+            check_rate(max(self.rates, default=min(self.start_rate, self.max_rate)), self.point_s)
         at_once = max(self.concurrencies, default=self.start_concurrency or 1)
         if at_once > MOST_REQUESTS // 10:
             raise ValueError(f"{at_once} sessions at a time are over {MOST_REQUESTS // 10:,}")
