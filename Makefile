@@ -39,12 +39,12 @@ format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP) ## the benchmarks of tests/bench, one after another
-	@for bench in tests/bench/bench_*.py; do \
-		name=$$(basename $$bench .py); echo "== $$name"; $(BIN)/python -m tests.bench.$$name || exit 1; \
+	@for bench in tests/bench/*/bench_*.py; do \
+		name=$$(echo $${bench%.py} | tr / .); echo "== $$name"; $(BIN)/python -m $$name || exit 1; \
 	done
 
 soak: $(STAMP) ## five minutes of load while engines die, Redis restarts and gateways are rolled; fails if a request is lost
-	$(BIN)/python -m tests.bench.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.bench.fleet.soak $(SOAK_ARGS)
 
 policy-table: $(STAMP) ## every router on every workload in virtual time; checks the bounds, writes out/sim (an hour)
 	$(BIN)/python -m tests.bench.policy_table $(if $(TRACES),--traces $(TRACES)) $(STUDY_ARGS)
@@ -94,7 +94,7 @@ compile-versions: $(STAMP) ## the same with each Triton that a supported release
 		echo "== Triton $$version"; \
 		[ -d build/triton/$$version ] || $(PIP) install --quiet --no-deps --target build/triton/$$version triton==$$version || exit 1; \
 		PYTHONPATH=build/triton/$$version $(BIN)/python -m pytest -m "compile or not compile" --timeout=900 \
-			tests/engine/cuda/test_kernels_compile.py tests/engine/cuda/test_decoder_compiles.py $(PYTEST_ARGS) || exit 1; \
+			tests/engine/cuda/kernels/test_kernels_compile.py tests/engine/cuda/kernels/test_decoder_compiles.py $(PYTEST_ARGS) || exit 1; \
 	done
 
 cpu-test: $(STAMP) ## the tests that compute, as other processors would: PROCESSORS="zen haswell nehalem skylake-avx512"

@@ -32,7 +32,7 @@ def lacks(cuda: str | None, compiler: str | None, include: Path) -> list[str]:
 
 def main() -> int:
     """Return the exit status."""
-    for module in ("engine.app", "engine.backend.cuda.start"):
+    for module in ("engine.startup.app", "engine.backend.cuda.start"):
         importlib.import_module(module)  # shows that they can be imported, and leaves them compiled
     cuda = importlib.import_module("torch").version.cuda
     found = lacks(cuda, shutil.which("gcc"), Path(sysconfig.get_path("include")))

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from charts.values_doc import Value
-from engine.config import EngineSettings
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from engine.model.checkpoint import CheckpointShape
 from engine.model.config import DTYPES
+from engine.startup.settings import EngineSettings
 from loadgen.commands.compare import CompareSettings
-from router.config import GatewaySettings
+from router.settings.gateway import GatewaySettings
 from router.settings.names import MAX_WEIGHT
 
 Schema = dict[str, Any]

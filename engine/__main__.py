@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from engine.contract.otel.hidden import import_redis
-from engine.contract.signals import end_on_sigterm
+from engine.common.otel.hidden import import_redis
+from engine.common.signals import end_on_sigterm
 
 
 def main() -> None:
@@ -15,14 +15,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback, until the event loop sets its own handler
     # Imported here, after the handlers: importing takes seconds, in which a SIGTERM must not be lost.
     if sys.argv[1:2] == ["calibrate"]:
-        from engine.calibrate import run as calibrate
+        from engine.startup.calibrate import run as calibrate
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(calibrate(sys.argv[2:]))
     import_redis()
-    from engine.app import run
-    from engine.config import EngineSettings
-    from engine.contract.settings import load_or_exit
+    from engine.common.settings import load_or_exit
+    from engine.startup.app import run
+    from engine.startup.settings import EngineSettings
 
     sys.exit(run(load_or_exit(EngineSettings, sys.argv[1:], prog="warmroute-engine")))
 

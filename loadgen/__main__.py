@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from engine.contract.signals import end_on_sigterm
+from engine.common.signals import end_on_sigterm
 from loadgen.commands.exit_status import EXIT_INTERRUPTED
 
 COMMANDS = {

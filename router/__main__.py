@@ -6,8 +6,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from engine.contract.otel.hidden import import_redis
-from engine.contract.signals import end_on_sigterm
+from engine.common.otel.hidden import import_redis
+from engine.common.signals import end_on_sigterm
 
 PROG = "warmroute-gateway"
 
@@ -22,16 +22,16 @@ def main() -> None:
 
     import uvloop
 
-    from engine.contract.audit import configure_audit
-    from engine.contract.files import UnusableFile
-    from engine.contract.settings import ConfigError, load_or_exit
-    from router.config import GatewaySettings
-    from router.make_key import keys_command
-    from router.serving import CannotListen, TaskDied, serve
+    from engine.common.audit import configure_audit
+    from engine.common.files import UnusableFile
+    from engine.common.settings import ConfigError, load_or_exit
+    from router.settings.gateway import GatewaySettings
+    from router.startup.make_key import keys_command
+    from router.startup.serving import CannotListen, TaskDied, serve
     from router.telemetry.log import configure_logging
 
     if sys.argv[1:2] == ["top"]:
-        from router.live.top import top_command
+        from router.operators.top import top_command
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # lets `top` restore the terminal
         raise SystemExit(top_command(sys.argv[2:]))

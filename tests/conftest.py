@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture.providers import HypothesisProvider
 from hypothesis.internal.constants_ast import Constants
 
-from engine.contract import collector
+from engine.common import collector
 from tests.redis_server import RedisServer, running_redis
 
 # Machines are shared and noisy: no per-example deadline, and the same examples in every run.
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
     """Freeze the imported modules: no collection walks them again, and no program that a test runs here thaws them.
 
     They have a million objects, which take half a second to walk, and a thousand tests run a program that collects.
-    `tests/contract/collector_alone.py` and `tests/e2e/test_quiet_collector.py` test the collecting itself.
+    `tests/engine/common/collector_alone.py` and `tests/e2e/test_quiet_collector.py` test the collecting itself.
     """
     gc.collect()
     gc.freeze()

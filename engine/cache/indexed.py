@@ -2,7 +2,7 @@
 
 If each block were an object, every collection of the interpreter's oldest generation would walk them all: 0.2 s for a
 million, and 0.7 s if each has a list. Columns are a handful of objects, made at the start and frozen
-(`engine/contract/collector.py`). The collector does not track their values.
+(`engine/common/collector.py`). The collector does not track their values.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from engine.common.sse import DONE, sse_event
 from engine.contract.errors import ApiError
-from engine.contract.sse import DONE, sse_event
 from engine.sched.plan import SampledToken
 from engine.server.choices import Delta
 from engine.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from aiohttp import web
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, TooManyRequests
 from engine.contract.requests import Endpoint
-from engine.loop import RequestRefused, StepFailed, TokenStream
+from engine.loop.step_loop import RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written

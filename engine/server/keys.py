@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from engine.contract.api_keys import authorization_of, digest_of, digest_shown
+from engine.common.api_keys import authorization_of, digest_of, digest_shown
 from engine.contract.errors import BadRequest
 
 OPEN_PATHS = frozenset(("/health", "/metrics"))

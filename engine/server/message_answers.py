@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from engine.common.sse import named_event
 from engine.contract.errors import ApiError
 from engine.contract.message_errors import error_body
-from engine.contract.sse import named_event
 from engine.sched.request import CacheMark, FinishReason
 from engine.server.answers import Usage, Written
 from engine.server.choices import Delta

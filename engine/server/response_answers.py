@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
+from engine.common.sse import named_event
 from engine.contract.errors import ApiError
 from engine.contract.responses import response_error
-from engine.contract.sse import named_event
 from engine.sched.request import FinishReason
 from engine.server.answers import Usage, Written
 from engine.server.choices import Delta

@@ -12,15 +12,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from engine.cache.survey import MOST_PREFIXES
+from engine.common.audit import Action, recorded
 from engine.contract import headers
-from engine.contract.audit import Action, recorded
 from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
 from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from engine.common.otel.tracer import Tracer
 from engine.contract.errors import TooManyRequests, Unavailable
-from engine.contract.otel.tracer import Tracer
-from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics, RegistryState
+from engine.loop.metrics import EngineMetrics, RegistryState
+from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.server.choices import AnswerChoice

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from engine.common.otel.request_span import request_span
+from engine.common.otel.tracer import Span, SpanKind, Trace, Tracer, Value
 from engine.contract import headers
 from engine.contract.errors import ApiError
-from engine.contract.otel.request_span import request_span
-from engine.contract.otel.tracer import Span, SpanKind, Trace, Tracer, Value
 
 CLIENT_GONE = "client_gone"
 MAX_REQUEST_ID_CHARS = 128

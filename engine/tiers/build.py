@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.backend.tiers.base import CopyEngine, CopyError, Direction
-from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.tiers.allowance import STEP_SHARE
-from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES, Label, Shape
-from engine.tiers.disk import OpenDisk, open_disk, trial
-from engine.tiers.emulated import EmulatedCopies, Timers
+from engine.tiers.copies.base import CopyEngine, CopyError, Direction
+from engine.tiers.copies.copier import BlockCopier, CopyLimits
 from engine.tiers.link import Link
-from engine.tiers.lookups import TellingLookups
-from engine.tiers.place import Place
-from engine.tiers.shared import HostBlocks, open_shared
-from engine.tiers.shared_folder import HEAD_BYTES as SHARED_HEAD_BYTES
-from engine.tiers.stats import SharedSize
-from engine.tiers.threads import ThreadedCopies
+from engine.tiers.stores.block_file import HEAD_BYTES, LABEL_BYTES, Label, Shape
+from engine.tiers.stores.disk import OpenDisk, open_disk, trial
+from engine.tiers.stores.emulated import EmulatedCopies, Timers
+from engine.tiers.stores.lookups import TellingLookups
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.shared import HostBlocks, open_shared
+from engine.tiers.stores.shared_folder import HEAD_BYTES as SHARED_HEAD_BYTES
+from engine.tiers.stores.stats import SharedSize
+from engine.tiers.stores.threads import ThreadedCopies
 from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ CUDA_POLL_S = 0.001
 MEASURED_BYTES = 32 * _MIB
 """Bytes that are copied in both directions at the start to learn the rates."""
 BESIDE_CPU_STEPS = 0.25
-"""`beside` of a `Link` on the CPU, where steps and copies share the memory (`tests.bench.bench_tier_steps`). Steps on a
-card are not delayed."""
+"""`beside` of a `Link` on the CPU, where steps and copies share the memory (`tests.bench.engine.bench_tier_steps`).
+Steps on a card are not delayed."""
 MEASURE_S = 30.0
 """Seconds within which the measurement at the start must end."""
 

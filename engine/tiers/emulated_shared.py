@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.backend.tiers.base import BlockRun, Direction, RunningJob
-from engine.backend.tiers.copier import BlockCopier
-from engine.tiers.block_file import Label
 from engine.tiers.build import LIMITS, Store
-from engine.tiers.emulated import EmulatedCopies, Timers
-from engine.tiers.janitor import FILL, FULL, by_use
-from engine.tiers.lookups import Lookup
-from engine.tiers.place import Place
-from engine.tiers.stats import SharedSize
+from engine.tiers.copies.base import BlockRun, Direction, RunningJob
+from engine.tiers.copies.copier import BlockCopier
+from engine.tiers.stores.block_file import Label
+from engine.tiers.stores.emulated import EmulatedCopies, Timers
+from engine.tiers.stores.janitor import FILL, FULL, by_use
+from engine.tiers.stores.lookups import Lookup
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import SharedSize
 
 
 @dataclass(eq=False)

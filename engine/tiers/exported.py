@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.tiers.place import Place
-from engine.tiers.stats import Decision, LookupEnd, Outcome
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import Decision, LookupEnd, Outcome
 from engine.tiers.tiers import Tiers
 
 

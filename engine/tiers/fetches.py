@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
-from engine.backend.tiers.fetch import FetchChoice, Held, Prefill, choose, compute_s
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.fetch_costs import is_worth_it
+from engine.tiers.copies.base import BlockPair, Direction, FinishedCopy
+from engine.tiers.copies.fetch import FetchChoice, Held, Prefill, choose, compute_s
 from engine.tiers.link import Link, leading
 
 PIECES = 32

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.load import StepCost
+from engine.tiers.copies.base import BlockPair, Direction, FinishedCopy
 from engine.tiers.link import Link, leading
 
 

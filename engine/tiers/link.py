@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from engine.backend.tiers.base import BlockPair, Direction, FinishedCopy
-from engine.backend.tiers.copier import BlockCopier
 from engine.cache.prefix_cache import MAX_KEYS_PER_BLOCK, PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.load import StepCost
 from engine.contract.prefix_key import PrefixKey
-from engine.tiers.block_file import NO_DIGEST, Label
-from engine.tiers.place import Place
+from engine.tiers.copies.base import BlockPair, Direction, FinishedCopy
+from engine.tiers.copies.copier import BlockCopier
+from engine.tiers.stores.block_file import NO_DIGEST, Label
+from engine.tiers.stores.place import Place
 
 MIN_QUEUE_BLOCKS = 16
 PAUSE_S = 5.0

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.backend.tiers.fetch import Prefill
 from engine.cache.sequence import CachedSequence
-from engine.tiers.block_file import NO_DIGEST
+from engine.tiers.copies.fetch import Prefill
 from engine.tiers.fetches import LATE_S, LATE_SHARE
 from engine.tiers.link import Link
-from engine.tiers.lookups import Lookup, Lookups
-from engine.tiers.stats import LookupEnd, TierStats
+from engine.tiers.stores.block_file import NO_DIGEST
+from engine.tiers.stores.lookups import Lookup, Lookups
+from engine.tiers.stores.stats import LookupEnd, TierStats
 
 LOOKUP_SHARE = LATE_SHARE
 """A request waits for a look-up's answer for at most this share of its time to the first token without the blocks in

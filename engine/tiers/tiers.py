@@ -9,8 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
-from engine.backend.tiers.base import Direction
-from engine.backend.tiers.fetch import Held, Prefill
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
@@ -18,14 +16,16 @@ from engine.contract.events import Keys
 from engine.contract.fetch_costs import FetchCost, FetchCosts, is_worth_it
 from engine.contract.load import StepCost
 from engine.tiers.allowance import STEP_SHARE, Allowance
+from engine.tiers.copies.base import Direction
+from engine.tiers.copies.fetch import Held, Prefill
 from engine.tiers.fetches import Fetch, Wanted, plan
 from engine.tiers.keys import TieredKeys
 from engine.tiers.leaving import Leaving
 from engine.tiers.link import PAUSE_S, Link
-from engine.tiers.lookups import Lookups
-from engine.tiers.place import Place
 from engine.tiers.search import Search
-from engine.tiers.stats import Decision, Outcome, SharedSize, TierSize, TierStats
+from engine.tiers.stores.lookups import Lookups
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import Decision, Outcome, SharedSize, TierSize, TierStats
 
 
 class Shared(Protocol):

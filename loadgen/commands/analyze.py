@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from engine.contract.settings import ConfigError, Settings, load_or_exit
+from engine.common.settings import ConfigError, Settings, load_or_exit
 from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source, UnusableLog
 from loadgen.analyze.run import analyze

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID
 from loadgen.interrupt import run_interruptible
 from loadgen.load.progress import Progress, Silent

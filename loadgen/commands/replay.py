@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
-from engine.contract.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import OpenArm, timed_by

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from engine.contract.settings import load_or_exit
+from engine.common.settings import load_or_exit
 from loadgen.commands.exit_status import EXIT_FAILED
 from loadgen.output.save import FORMATS, save
 from loadgen.output.screen import result_screen

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.commands.one_arm import LoadSpec
 from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec

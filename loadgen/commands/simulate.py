@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.contract.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.contract.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.one_arm import timed_by

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.contract.settings import load_or_exit
+from engine.common.settings import load_or_exit
 from loadgen.commands.exit_status import EXIT_INVALID
 from loadgen.commands.finish import drive, report
 from loadgen.demo.children import ChildDied

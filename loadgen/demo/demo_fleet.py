@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.contract.settings import load_or_exit
+from engine.common.settings import load_or_exit
 from loadgen.demo.demo import run_demo
 from loadgen.demo.fleet import FleetSettings, fleet_demo
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace

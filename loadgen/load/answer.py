@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
+from engine.common.http.connection import Fields
+from engine.common.sse import DONE_DATA, SseDecoder
 from engine.contract import headers
-from engine.contract.http.connection import Fields
-from engine.contract.sse import DONE_DATA, SseDecoder
 
 DETAIL_CHARS = 300
 _OF_TOKENS = ("content", "reasoning_content", "reasoning", "tool_calls")

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.workloads.base import Workload
 
 RampStrategy = Literal["linear", "exponential"]

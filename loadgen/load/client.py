@@ -14,9 +14,9 @@ from typing import Any, Self
 import orjson
 from xxhash import xxh3_64_intdigest
 
+from engine.common.http.connection import Connection
+from engine.common.http.pool import Pool
 from engine.contract import headers
-from engine.contract.http.connection import Connection
-from engine.contract.http.pool import Pool
 from engine.contract.keys import canonical_chat, key_seed, prefix_keys
 from engine.contract.resets import pauses_s, refusal
 from loadgen.load.answer import DETAIL_CHARS, PlainAnswer, StreamedAnswer

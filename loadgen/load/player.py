@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from engine.contract.collector import quiet_collector
+from engine.common.collector import quiet_collector
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.load.clock import clock_of
 from loadgen.load.process import first_of, raise_file_limit

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
+from engine.common.http.pool import Address
 from engine.contract import headers
-from engine.contract.http.pool import Address
 from loadgen.measure.pods import without_password
 
 Paths = Mapping[str, str]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import uvloop
 
-from engine.contract.collector import quiet_collector
+from engine.common.collector import quiet_collector
 from loadgen.load.client import Client
 from loadgen.load.player import RunSpec, Tally, play
 from loadgen.load.target import Target

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 from pydantic import AfterValidator, Field
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.output.save import DEFAULT_FORMATS, FORMATS, Format
 
 

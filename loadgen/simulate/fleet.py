@@ -410,7 +410,7 @@ class Simulation:
         return [router for router in self._routers if isinstance(router, Gateway)]
 
     def _tell_soon(self, by: Gateway) -> None:
-        """Simulate what `router.registry.beliefs_publisher` does through Redis."""
+        """Simulate what `router.peer_sync.beliefs_publisher` does through Redis."""
         due_s = by.told_at_s(len(self._gateways()))
         if due_s <= self.timeline.now_s:
             self._tell(by)
@@ -422,7 +422,7 @@ class Simulation:
             self._beliefs.append(by, message)
 
     def _exchange_shares(self) -> None:
-        """Simulate what `router.registry.share_sync` does through Redis."""
+        """Simulate what `router.peer_sync.share_sync` does through Redis."""
         gateways = self._gateways()
         now_s = self.timeline.now_s
         for gateway in gateways:

@@ -12,31 +12,31 @@ from engine.contract.requests import Endpoint
 from loadgen.simulate.pod import Report
 from loadgen.simulate.routing import Offered, Scrape
 from loadgen.simulate.timeline import Timeline
-from router.config import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
+from router.choosing.chooser import Choice, Chooser
+from router.choosing.peer_reports import Hearsay
+from router.choosing.pod_tables import WIDE_FROM
+from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, ServedModel
 from router.fleet.scrape_pace import PERIOD_S
-from router.gateway.chooser import Choice, Chooser
-from router.gateway.estimates import Estimates
-from router.gateway.hearsay import Hearsay
-from router.gateway.inbound import Inbound
-from router.gateway.tables import WIDE_FROM
-from router.gateway.telling import Telling, Told
-from router.gateway.usage import Usage
-from router.registry.beliefs import BeliefMessage, Life
-from router.registry.beliefs_others import Others
-from router.registry.beliefs_own import Notebook
-from router.registry.beliefs_pace import Pace
+from router.peer_sync.beliefs import BeliefMessage, Life
+from router.peer_sync.beliefs_others import Others
+from router.peer_sync.beliefs_own import Notebook
+from router.peer_sync.beliefs_pace import Pace
+from router.peer_sync.sent_reports import Telling, Told
+from router.reading.inbound import Inbound
+from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
-from router.routing.reported import Counts
-from router.routing.sent import Mark
-from router.routing.speeds import Speeds
-from router.routing.types import PodId, Policy
+from router.settings.gateway import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
 from router.telemetry.metrics import Metrics
+from router.views.reported import Counts
+from router.views.sent import Mark
+from router.views.speeds import Speeds
+from router.views.types import PodId, Policy
 
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + RETRIES

@@ -13,9 +13,9 @@ from engine.cache.sequence import CachedSequence
 from engine.contract.load import StepCost
 from loadgen.simulate.pod import Report, SimPod
 from loadgen.simulate.routing import Offered, Scrape
-from router.routing.latency import further_steps, prefill_s
 from router.routing.policies import PolicyOptions, make_policy
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.latency import further_steps, prefill_s
+from router.views.types import PodId, PodView, RequestInfo
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.tiers.build import Store, emulated_store, make_tiers
 from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
-from engine.tiers.place import Place
+from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
 from loadgen.simulate.timeline import Action, Timeline
 
@@ -31,7 +31,7 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True)
 class VirtualTimers:
-    """Presents a timeline as `engine.tiers.emulated.Timers`."""
+    """Presents a timeline as `engine.tiers.stores.emulated.Timers`."""
 
     timeline: Timeline
 

@@ -1,14 +1,13 @@
 """The delay of messages between gateways: all of them write to and read from one Redis stream.
 
-A reader takes all entries that came before its next read, as `router.registry.beliefs_reader` does. The gateways' own
+A reader takes all entries that came before its next read, as `router.peer_sync.beliefs_reader` does. The gateways' own
 timing is simulated. The rest, the delay of one way to Redis or back, is drawn for each message:
 
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
 CPU_S and SPREAD are fitted to two real gateways, a process each, with a real Redis on an idle machine of two cores
-(`python -m tests.bench.bench_beliefs_late`, 2026-11-23; over loopback, so without a network). MEASURED.md, "How late
-gateways hear", has the fit.
-"""
+(`python -m tests.bench.gateway.bench_beliefs_late`, 2026-11-23; over loopback, so without a network). MEASURED.md, "How
+late gateways hear", has the fit."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from typing import NamedTuple
 
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.timeline import Timeline
-from router.registry.beliefs import BeliefMessage
-from router.registry.beliefs_pace import ReadPace
+from router.peer_sync.beliefs import BeliefMessage
+from router.peer_sync.beliefs_pace import ReadPace
 
 NETWORK_S = 0.00025
 """Delay of one way between two machines of a cluster. It is assumed, not measured, and makes 0.5 ms between two

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.workloads.base import Workload
 from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag_help, kinds_with
 from loadgen.workloads.rag import RagOrder

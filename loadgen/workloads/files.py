@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import orjson
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_CHARACTERS = 2**20

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.workloads.base import Session, Workload
 from loadgen.workloads.draws import checked
 

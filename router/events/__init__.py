@@ -1,0 +1,1 @@
+"""KV events of vLLM and SGLang, from their sockets to the index."""

@@ -16,7 +16,7 @@ from router.events.blocks import BlockCounts, PodBlocks
 from router.events.mapping import KeyMap, Request
 from router.events.tree import BlockTree
 from router.events.wire import BadBatch, Batch, Removed, Stored, WireCounts, decode
-from router.routing.types import PodId
+from router.views.types import PodId
 
 log = logging.getLogger(__name__)
 

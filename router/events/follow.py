@@ -16,7 +16,7 @@ import zmq
 
 from router.events.feed import EventFeed
 from router.events.subscribe import PIECE, Stream, options, tcp
-from router.routing.types import PodId
+from router.views.types import PodId
 
 log = logging.getLogger(__name__)
 

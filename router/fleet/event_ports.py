@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from router.kube_targets import MAX_RANKS
+from router.fleet.targets import MAX_RANKS
 
 Ports = tuple[int | None, ...]
 """By rank; None: not given."""

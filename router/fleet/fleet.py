@@ -19,8 +19,8 @@ from router.fleet.member import Member, Ranks
 from router.fleet.pod import Clock, Lease, Pod
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery, restricted
 from router.fleet.roster import Roster
-from router.routing.speeds import Speeds
-from router.routing.types import PodId
+from router.views.speeds import Speeds
+from router.views.types import PodId
 
 log = logging.getLogger(__name__)
 

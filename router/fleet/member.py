@@ -9,7 +9,7 @@ from router.fleet.discovery import EngineAddress
 from router.fleet.faults import Standing
 from router.fleet.pod import Pod, facts_of
 from router.fleet.probe import PodIdentity
-from router.routing.speeds import Speeds
+from router.views.speeds import Speeds
 
 Ranks = tuple[int, ...]
 """Data-parallel ranks in order; fewer than two count as one target."""

@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 from engine.contract.load import MAX_BLOCK_SIZE, MAX_REQUESTS
 from router.fleet.facts import MAX_ADAPTERS, MAX_CAPACITY_TOKENS, EngineKind
-from router.kube_targets import MAX_RANKS
-from router.routing.reported import Counts
+from router.fleet.targets import MAX_RANKS
+from router.views.reported import Counts
 
 MAX_LINE_BYTES = 65_536
 """Longest line that is read: `vllm:lora_requests_info` lists every adapter in use."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from engine.common.http.target import Target
 from engine.contract import headers
-from engine.contract.http.target import Target
 from engine.contract.load import LoadReport
 from router.fleet.facts import EngineFacts, engine_kind, parent_of
 from router.fleet.faults import Faults
 from router.fleet.probe import PodIdentity
 from router.overload.saturation import Cap
-from router.routing.adapters import Adapters
-from router.routing.pod_state import PodState
-from router.routing.reported import Counts
-from router.routing.sent import Mark
-from router.routing.speeds import Speeds
-from router.routing.types import PodId
+from router.views.adapters import Adapters
+from router.views.pod_state import PodState
+from router.views.reported import Counts
+from router.views.sent import Mark
+from router.views.speeds import Speeds
+from router.views.types import PodId
 
 MAX_TARGETS = 64
 Clock = Callable[[], float]

@@ -15,7 +15,7 @@ import orjson
 from engine.contract import headers
 from engine.contract.errors import quoted
 from router.fleet.lack import Lacks, lack_of
-from router.routing.types import PodId
+from router.views.types import PodId
 
 MAX_ANSWER_BYTES = 2**20
 MAX_MODELS = 1024

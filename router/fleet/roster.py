@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity, ServedModel
-from router.routing.types import PodId
+from router.views.types import PodId
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from router.fleet.member import Member, Ranks
 from router.fleet.metrics_page import MetricsPage, RankPage, narrow_query, read_page
 from router.fleet.pod import Pod
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, Pace, period_s
-from router.kube_targets import MAX_RANKS
+from router.fleet.targets import MAX_RANKS
 
 log = logging.getLogger(__name__)
 

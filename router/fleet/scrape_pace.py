@@ -14,7 +14,7 @@ from engine.contract.periods import LARGEST_FLEET, SMALL_FLEET
 PERIOD_S = 1.0
 """Seconds, in a fleet of up to `SMALL_FLEET` engines."""
 LONGEST_PERIOD_S = 5.0
-"""Seconds, in the largest fleets: a reading counts for 10 s at most (`router.routing.reported`)."""
+"""Seconds, in the largest fleets: a reading counts for 10 s at most (`router.views.reported`)."""
 SPARING = 50.0
 LONGEST_PAUSE_S = 60.0
 SLOW = 2.0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.overload.saturation import Cap, Place, is_full
-from router.routing.pod_state import PodState
-from router.routing.types import PodId
+from router.views.pod_state import PodState
+from router.views.types import PodId
 
 NO_PODS: frozenset[PodId] = frozenset()
 

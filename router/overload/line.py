@@ -23,7 +23,7 @@ from router.overload.saturation import (
     is_saturated,
 )
 from router.overload.shares import Shares
-from router.routing.types import PodId
+from router.views.types import PodId
 
 LOOKED_AT = 8
 """Requests at the head of the queue that are offered a pod with room: each offer costs about as much as a decision of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.contract.load import LoadReport
-from router.routing.pod_state import PodState
-from router.routing.types import PodId
+from router.views.pod_state import PodState
+from router.views.types import PodId
 
 SATURATED_S = 1.5
 """A pod is saturated if it has more queued prefill than this, or if its reports have said for this long that requests

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping
 
 from engine.contract.errors import Unavailable
-from router.gateway.attempt import Attempt
-from router.gateway.error_events import engine_error
-from router.gateway.exchange import Exchange
-from router.gateway.last_words import is_aborted, meaning, meaning_of_body
-from router.gateway.outcome import Outcome, of_status
-from router.gateway.reach import is_unknown_path
-from router.gateway.usage import Tail, header_usage, whole_usage
+from router.engines.engine_errors import is_aborted, meaning, meaning_of_body
+from router.engines.error_events import engine_error
+from router.engines.outcome import Outcome, of_status
+from router.engines.usage import Tail, header_usage, whole_usage
+from router.forwarding.attempt import Attempt
+from router.forwarding.candidates import is_unknown_path
+from router.forwarding.exchange import Exchange
 from router.picker.destination import endpoint_of_pod
 from router.picker.parts import PickerParts
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from engine.contract.errors import BadRequest
-from router.gateway.admission import Admitted
-from router.gateway.errors import TooLarge
-from router.gateway.inflate import Inflater, NotCompressed, inflater_for
+from router.edge.admission import Admitted
+from router.edge.errors import TooLarge
+from router.edge.inflate import Inflater, NotCompressed, inflater_for
 
 
 class Body:

@@ -13,20 +13,18 @@ from urllib.parse import unquote
 from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict
 
+from engine.common.api_keys import authorization_of
+from engine.common.log_lines import as_text
 from engine.contract import headers
-from engine.contract.api_keys import authorization_of
 from engine.contract.errors import ApiError
-from engine.contract.log_lines import as_text
+from router.edge.admission import Admitted
+from router.edge.client_keys import key_id_shown
+from router.edge.errors import OPERATORS_PATHS, DeadlineExceeded, RequestTimeout, Unauthorized, error_response
+from router.edge.headers import CACHE_FACTS, request_id
+from router.endpoints.intake import KEYED
 from router.fleet.pod import Lease, Pod
-from router.gateway.admission import Admitted
-from router.gateway.by_load import BY_LOAD, CLOSED
-from router.gateway.errors import OPERATORS_PATHS, DeadlineExceeded, RequestTimeout, Unauthorized, error_response
-from router.gateway.exchange import Exchange
-from router.gateway.headers import CACHE_FACTS, request_id
-from router.gateway.inbound import Inbound
-from router.gateway.keys import key_id_shown
-from router.gateway.reach import NoSuchPath
-from router.gateway.reading import KEYED
+from router.forwarding.candidates import NoSuchPath
+from router.forwarding.exchange import Exchange
 from router.picker.answer import Answered
 from router.picker.bodies import Body
 from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
@@ -46,6 +44,8 @@ from router.picker.protocol import (
 )
 from router.picker.urgency import urgency
 from router.picker.wire import picker_pb2 as wire
+from router.reading.by_load import BY_LOAD, CLOSED
+from router.reading.inbound import Inbound
 from router.tenants.limiter import RateLimited, Taking
 
 Responses = Sequence[wire.ProcessingResponse]

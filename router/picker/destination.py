@@ -10,14 +10,14 @@ import orjson
 
 from engine.contract.errors import Unavailable
 from engine.contract.requests import Endpoint
+from router.edge.errors import RETRY_AFTER_S
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
-from router.gateway.inbound import RETRY_AFTER_S
-from router.gateway.names import not_allowed
-from router.gateway.waiting import WaitingRoom
+from router.forwarding.waiting import WaitingRoom
 from router.picker.protocol import endpoint_of, names
-from router.routing.types import PodId
+from router.reading.names import not_allowed
 from router.tenants.tenant import Tenant
+from router.views.types import PodId
 
 
 class NoneAllowed(Unavailable):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.contract.otel.tracer import Tracer
+from engine.common.otel.tracer import Tracer
+from router.choosing.chooser import Chooser
+from router.edge.admission import Admission
+from router.edge.client_keys import ClientKeys
+from router.edge.errors import Unauthorized
+from router.edge.headers import UpstreamHeaders
+from router.endpoints.intake import Reading
 from router.fleet.fleet import Fleet
-from router.fleet.inference_objectives import Objectives
-from router.gateway.admission import Admission
-from router.gateway.attempts import Attempts
-from router.gateway.blame import Blame
-from router.gateway.chooser import Chooser
-from router.gateway.conversations import Conversations
-from router.gateway.errors import Unauthorized
-from router.gateway.headers import UpstreamHeaders
-from router.gateway.keys import ClientKeys
-from router.gateway.reach import Reach
-from router.gateway.reading import Reading
-from router.gateway.recorder import Recorder
-from router.gateway.waiting import WaitingRoom
+from router.forwarding.attempts import Attempts
+from router.forwarding.candidates import Reach
+from router.forwarding.conversations import Conversations
+from router.forwarding.failure_accounting import Blame
+from router.forwarding.recorder import Recorder
+from router.forwarding.waiting import WaitingRoom
+from router.kubernetes.inference_objectives import Objectives
 from router.telemetry.metrics import Metrics
 from router.tenants.limiter import Limiter
 

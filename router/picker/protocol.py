@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.struct_pb2 import Struct, Value
 from multidict import CIMultiDict
 
-from engine.contract.http.target import Target
+from engine.common.http.target import Target
 from router.picker.wire import picker_pb2 as wire
 
 DESTINATION = "x-gateway-destination-endpoint"

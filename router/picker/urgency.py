@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from zlib import crc32
 
-from router.gateway.exchange import Exchange
+from router.forwarding.exchange import Exchange
 from router.picker.parts import PickerParts
 from router.picker.protocol import FAIRNESS_ID, OBJECTIVE
 

@@ -1,0 +1,1 @@
+"""The index of prefixes by pod, and the reader of what engines publish."""

@@ -21,7 +21,7 @@ from engine.contract.keys import PrefixKey
 from router.registry.room import Regret, Taken
 from router.registry.rooms import Rooms
 from router.registry.speculation import Run, Speculation
-from router.routing.types import PodId
+from router.views.types import PodId
 
 _SHARD_SHIFT = 58
 """The top bits choose the shard, because a dict places an integer by its low bits."""

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import orjson
 
 from engine.contract.events import DecodeError
-from router.routing.speeds import LearntFactor, LearntSpeed
-from router.routing.types import PodId
+from router.views.speeds import LearntFactor, LearntSpeed
+from router.views.types import PodId
 
 T = TypeVar("T")
 VERSION = 1
@@ -34,7 +34,7 @@ _MOST_NOISE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class LearntTokens:
-    """What is learnt about a model's text. Sums that decay: see `router.gateway.estimates`."""
+    """What is learnt about a model's text. Sums that decay: see `router.reading.model_ratios`."""
 
     prompt_bytes: float
     prompt_tokens: float

@@ -16,15 +16,15 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from engine.contract.events import DecodeError, Decoder, MessageKind, RegistryMessage, UnknownVersion
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
-from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from engine.contract.redis_keys import resync_key, snapshot_key, stream_key
 from router.registry.feed import PodFeed, Verdict
 from router.registry.index import PrefixIndex
 from router.registry.stream import READ_ENTRIES, Delta, open_stream, read_new, read_range
-from router.routing.types import PodId
+from router.views.types import PodId
 
 log = logging.getLogger(__name__)
 

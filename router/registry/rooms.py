@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from router.routing.types import PodId
+from router.views.types import PodId
 
 OnRoom = Callable[[PodId, float], None]
 """Called with a pod and the tokens that it has room for."""

@@ -29,7 +29,7 @@ _Use = NewType("_Use", bytes)
 """One use of consecutive keys; the keys share it, so that an entry costs one pointer. Never changed.
 
 It is packed because the garbage collector tracks an object with fields (and an object of a subclass of bytes), and then
-also the dict with a million of them. That would cost a pause of 40 ms (`engine/contract/collector.py`).
+also the dict with a million of them. That would cost a pause of 40 ms (`engine/common/collector.py`).
 """
 
 

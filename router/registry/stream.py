@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from engine.contract.redis_client import connect
+from engine.common.redis_client import connect
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_FETCH_FIELD, STREAM_POD_FIELD, stream_key
 
 READ_ENTRIES = 512

@@ -1,1 +1,1 @@
-"""Routing policies: pure functions of a request and the pods. No I/O, no clock, no asyncio."""
+"""The policies: a request and the views of the pods go in, a pod comes out. Pure."""

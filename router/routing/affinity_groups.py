@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.latency import prefill_s
-from router.routing.pick import bound_per_weight, decide, load, lowest
 from router.routing.recent import RecentWork, Turns
 from router.routing.ring import Rings
 from router.routing.run import Run
 from router.routing.shares import Popularity, TrafficShares
-from router.routing.types import Decision, PodId, PodView, RequestInfo
-from router.routing.wide import Floats, PodTable, WidePods, WidePolicy
+from router.views.latency import prefill_s
+from router.views.pick import bound_per_weight, decide, load, lowest
+from router.views.table import Floats, PodTable, WidePods, WidePolicy
+from router.views.types import Decision, PodId, PodView, RequestInfo
 
 _ELSEWHERE = 1e9
 """A number of tokens above any load: added to a pod's score, it moves the pod behind all others."""

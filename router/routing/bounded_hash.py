@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.routing.least_loaded import LeastLoaded
-from router.routing.pick import bound_per_weight, decide
 from router.routing.ring import Rings, position
-from router.routing.types import Decision, PodView, RequestInfo
-from router.routing.wide import WidePods, WidePolicy
+from router.views.pick import bound_per_weight, decide
+from router.views.table import WidePods, WidePolicy
+from router.views.types import Decision, PodView, RequestInfo
 
 
 class BoundedHash(WidePolicy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.routing.pick import decide, load, lowest
-from router.routing.types import Decision, PodView, RequestInfo
-from router.routing.wide import WidePods, WidePolicy
+from router.views.pick import decide, load, lowest
+from router.views.table import WidePods, WidePolicy
+from router.views.types import Decision, PodView, RequestInfo
 
 _ELSEWHERE = 1e9
 """A number of tokens above any load: added to a pod's score, it moves the pod behind all others."""

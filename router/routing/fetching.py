@@ -20,10 +20,10 @@ import numpy as np
 
 from engine.contract.fetch_costs import is_worth_it
 from engine.contract.load import StepCost
-from router.routing.latency import prefill_s, told_s
-from router.routing.types import PodView
 from router.routing.weights import Weights
-from router.routing.wide import Floats, WidePods, WideTiers
+from router.views.latency import prefill_s, told_s
+from router.views.table import Floats, WidePods, WideTiers
+from router.views.types import PodView
 
 
 def fetch_or_compute_s(pod: PodView, cost: StepCost, uncached: int, prompt: int, weights: Weights) -> float:

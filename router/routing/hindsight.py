@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 
-from router.routing.types import Rival
-from router.routing.wide import Floats
+from router.views.table import Floats
+from router.views.types import Rival
 
 
 def rival_of(ttfts_s: list[float], owns_s: list[float], chosen: int) -> Rival | None:

@@ -14,7 +14,7 @@ from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefix_hash import PrefixHash
 from router.routing.round_robin import RoundRobin
 from router.routing.shares import TrafficShares
-from router.routing.types import Policy
+from router.views.types import Policy
 
 
 @dataclass(frozen=True, slots=True)

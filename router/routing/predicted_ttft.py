@@ -13,15 +13,15 @@ from engine.contract.load import StepCost
 from router.routing.debt import Debts
 from router.routing.fetching import fetch_or_compute_s, reaching, wide_reaching
 from router.routing.hindsight import rival_of, wide_rival_of
-from router.routing.latency import EVENNESS, STEP_TOKENS, decode_s, further_steps, has_fixed, prefill_s, unit_s
-from router.routing.parting import Parting, spared_unseen_s
-from router.routing.pick import decide, lowest
 from router.routing.recent import RecentWork, Turns
-from router.routing.row import fullness
-from router.routing.types import Decision, PodId, PodView, RequestInfo
 from router.routing.weights import Weights
-from router.routing.wide import Floats, Ints, WidePods, WidePolicy
 from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after, wide_uneven_s
+from router.views.latency import EVENNESS, STEP_TOKENS, decode_s, further_steps, has_fixed, prefill_s, unit_s
+from router.views.pick import decide, lowest
+from router.views.pod_partition import Parting, spared_unseen_s
+from router.views.row import fullness
+from router.views.table import Floats, Ints, WidePods, WidePolicy
+from router.views.types import Decision, PodId, PodView, RequestInfo
 
 _TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The

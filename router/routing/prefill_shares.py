@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from router.routing.parting import Parting, parted
 from router.routing.shares import ShareReport, TrafficShares
+from router.views.pod_partition import Parting, parted
 
 _HALF_LIFE_S = 20.0
 _FRESH_S = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.routing.types import PodId
+from router.views.types import PodId
 
 _PODS = 4096
 _RESCALE_AT = 2.0**40

@@ -10,8 +10,8 @@ from uhashring import HashRing
 from xxhash import xxh3_64_intdigest
 
 from engine.contract.keys import PrefixKey
-from router.routing.types import PodId, PodView
-from router.routing.wide import Floats, PodTable, WidePods
+from router.views.table import Floats, PodTable, WidePods
+from router.views.types import PodId, PodView
 
 VNODES = 100
 """Points on the ring of a pod of weight 1: shares of equal pods then differ by about 10 %."""

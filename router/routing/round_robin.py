@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from router.routing.pick import decide
-from router.routing.types import Decision, PodView, RequestInfo
-from router.routing.wide import WidePods, WidePolicy
+from router.views.pick import decide
+from router.views.table import WidePods, WidePolicy
+from router.views.types import Decision, PodView, RequestInfo
 
 
 class RoundRobin(WidePolicy):

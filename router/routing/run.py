@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.contract.keys import PrefixKey
-from router.routing.types import RequestInfo
+from router.views.types import RequestInfo
 
 MANY = 3
 """A run of fewer requests, the last one included, says nothing."""

@@ -10,12 +10,12 @@ import numpy as np
 
 from engine.contract.load import StepCost
 from router.routing.fetching import wide_fetch_or_compute_s
-from router.routing.latency import EVENNESS, STEP_TOKENS, decode_s, prefill_s
-from router.routing.parting import Parting, spared_unseen_s
-from router.routing.row import PodRow
-from router.routing.types import RequestInfo
 from router.routing.weights import Weights
-from router.routing.wide import Floats, Speeds, WidePods
+from router.views.latency import EVENNESS, STEP_TOKENS, decode_s, prefill_s
+from router.views.pod_partition import Parting, spared_unseen_s
+from router.views.row import PodRow
+from router.views.table import Floats, Speeds, WidePods
+from router.views.types import RequestInfo
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Groups of the gateway's settings; `router/config.py` joins them."""
+"""Groups of the gateway's settings; `router/settings/gateway.py` joins them."""

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import orjson
 from pydantic import Field, field_validator, model_validator
 
-from engine.contract.settings import Settings, check_unique, check_url, flag_of
-from router.kube_targets import KubeTarget, check_namespace, check_pool, check_port, numbered, parse_targets
+from engine.common.settings import Settings, check_unique, check_url, flag_of
+from router.fleet.targets import KubeTarget, check_namespace, check_pool, check_port, numbered, parse_targets
 
 
 class DiscoverySettings(Settings):

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 
 Shares = tuple[tuple[str, int], ...]
 """Models that a name stands for, each with its weight."""

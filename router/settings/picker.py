@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from engine.contract.settings import Settings, flag_of
+from engine.common.settings import Settings, flag_of
 
 
 class PickerSettings(Settings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 
 
 class ServingSettings(Settings):

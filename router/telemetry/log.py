@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import orjson
 
-from engine.contract.log_lines import Format, configure
+from engine.common.log_lines import Format, configure
 
 REQUESTS = "router.requests"
 

@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.contract.files import UnusableFile
+from engine.common.files import UnusableFile
 from router.tenants.tenant import Tenant
 
 MIN_SECRET_BYTES = 32

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from engine.contract.errors import TooManyRequests
-from engine.contract.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from router.tenants.ledger import PERIOD_S, WINDOW_S, Grant, Ledger, Report
 from router.tenants.local_ledger import LocalLedger
 from router.tenants.quota import Quota, Reason

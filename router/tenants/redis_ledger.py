@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import InvalidResponse, NoScriptError
 
-from engine.contract.redis_client import drop_connections
+from engine.common.redis_client import drop_connections
 from engine.contract.redis_keys import quota_key
 from router.tenants.ledger import HOLD_S, SLOT_S, SLOTS, Grant, Report, Slot
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.contract.files import UnusableFile
+from engine.common.files import UnusableFile
 from router.tenants.tenant import Tenant, TenantKey, TenantLimits
 
 MAX_ERRORS = 5

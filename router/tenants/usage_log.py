@@ -22,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from engine.contract.files import UnusableFile
+from engine.common.files import UnusableFile
 
 log = logging.getLogger(__name__)
 

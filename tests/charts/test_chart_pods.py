@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.contract.requests import Endpoint
-from router.gateway.by_load import BY_LOAD, UPLOADS
+from router.reading.by_load import BY_LOAD, UPLOADS
 from tests.charts.chart import CHART, CI_VALUES, PROFILES, Helm, container, containers, named, of_kind, pod_templates
 
 ALL_VALUES = [*CI_VALUES, *PROFILES]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from charts.schema import PROGRAMS
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from engine.model import checkpoint
-from router.kube_targets import KubeTarget
+from router.fleet.targets import KubeTarget
 from router.tenants.tenant import TenantLimits
 from router.tenants.tenant_file import parse_tenants
 from tests.charts.chart import (

@@ -154,11 +154,11 @@ def test_kernels_are_compiled_on_a_volume(any_helm: Helm) -> None:
     assert seen >= 4
 
 
-def test_the_gateways_image_has_nothing_of_the_engine_but_the_contract() -> None:
+def test_the_gateways_image_has_nothing_of_the_engine_but_what_it_shares() -> None:
     build, _ = stages("router/Dockerfile")
     sources = [source for copy in of(build, "COPY") for source in copy.split()[:-1]]
     engine = [source for source in sources if source.startswith("engine") or source == "."]
-    assert engine == ["engine/__init__.py", "engine/contract"]
+    assert engine == ["engine/__init__.py", "engine/contract", "engine/common"]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES)

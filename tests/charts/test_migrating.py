@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.contract.settings import Settings
+from engine.common.settings import Settings
 from loadgen.commands.bench import BenchSettings
 from loadgen.commands.compare import CompareSettings
-from router.config import GatewaySettings
+from router.settings.gateway import GatewaySettings
 from tests.charts.chart import ROOT, Helm, container, named
-from tests.charts.foreign import VLLM_FLAGS
+from tests.charts.existing.foreign import VLLM_FLAGS
 
 PAGE = (ROOT / "charts" / "MIGRATING.md").read_text()
 BLOCKS = [

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from router.fleet.discovery import EngineAddress
-from router.fleet.kubernetes import KubernetesDiscovery
-from router.fleet.kubernetes_login import connect, login
+from router.kubernetes.login import connect, login
+from router.kubernetes.pod_source import KubernetesDiscovery
 from tests.cluster.cluster import NAMESPACE, RELEASE, command, do, kubectl, kubectl_json
 from tests.cluster.conftest import ApiServer
 

@@ -1,8 +1,7 @@
 """An InferencePool and its objectives on a real API server, with only the rights that the pages name.
 
-If the cluster lacks the kinds, the test defines them (`tests/charts/inference_schemas.py`). If the cluster does not
-allow that, the test is skipped.
-"""
+If the cluster lacks the kinds, the test defines them (`tests/charts/existing/inference_schemas.py`). If the cluster
+does not allow that, the test is skipped."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from router.config import GatewaySettings
 from router.fleet.discovery import EngineAddress
-from router.sources import make_discovery, make_objectives
-from tests.charts.inference_schemas import SCHEMAS, definition
+from router.settings.gateway import GatewaySettings
+from router.startup.sources import make_discovery, make_objectives
+from tests.charts.existing.inference_schemas import SCHEMAS, definition
 from tests.cluster.cluster import NAMESPACE, RELEASE, do, kubectl
 from tests.cluster.test_discovery_cluster import LABEL, idle_pods, ip, kubeconfig
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 
 import aiohttp
 
+from engine.common.sse import SseDecoder
 from engine.contract import headers
-from engine.contract.sse import SseDecoder
 
 REQUEST_TIMEOUT_S = 60.0
 TENANTS = 6

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
+from engine.common.sse import SseDecoder
 from engine.contract import headers
-from engine.contract.sse import SseDecoder
-from router.app import build_app
-from router.config import GatewaySettings
-from router.parts import INDEX
-from router.routing.types import PodId
-from router.serving import make_runner
+from router.settings.gateway import GatewaySettings
+from router.startup.app import build_app
+from router.startup.parts import INDEX
+from router.startup.serving import make_runner
+from router.views.types import PodId
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
-from tests.router.gateway.helpers import serving_admin
+from tests.router.rig.helpers import serving_admin
 
 PODS = 3
 

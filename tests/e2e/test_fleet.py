@@ -11,8 +11,8 @@ from typing import Any
 import redis
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.parts import CHOOSER, INDEX
-from router.routing.types import PodId
+from router.startup.parts import CHOOSER, INDEX
+from router.views.types import PodId
 from tests.conftest import wait_until
 from tests.e2e.programs import Program, running
 from tests.e2e.stack import PODS, Stack, gateway_before, wait_index_equal

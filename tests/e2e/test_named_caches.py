@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from engine.contract import headers
-from router.parts import FLEET
+from router.startup.parts import FLEET
 from tests.e2e.programs import Program, running
 from tests.e2e.stack import Stack, gateway_before, wait_index_equal
 from tests.redis_server import RedisServer, running_redis
-from tests.router.gateway.helpers import eventually
+from tests.router.rig.helpers import eventually
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BOOK = "The handbook says that a pod restarts when its probe fails, and that nobody is woken for it. " * 20

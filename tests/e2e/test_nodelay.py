@@ -1,4 +1,7 @@
-"""TCP_NODELAY on the sockets of engine, load generator and Redis clients. `tests/router/gateway` checks the gateway."""
+"""TCP_NODELAY on the sockets of engine, load generator and Redis clients.
+
+`tests/router/forwarding` checks the gateway.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import pytest
 import uvloop
 from aiohttp.web_protocol import RequestHandler
 
-from engine.app import listening
-from engine.config import EngineSettings
-from engine.contract.redis_client import connect
-from engine.metrics import EngineMetrics
+from engine.common.redis_client import connect
+from engine.loop.metrics import EngineMetrics
 from engine.server.service import ServerState
+from engine.startup.app import listening
+from engine.startup.settings import EngineSettings
 from loadgen.load.client import Client
 from loadgen.load.target import Target
 from tests.loadgen.load.scripted_server import ScriptedServer, answer_well

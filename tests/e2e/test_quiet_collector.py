@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import engine.app
-import router.serving
-from engine.config import EngineSettings
-from engine.contract import collector
+import engine.startup.app
+import router.startup.serving
+from engine.common import collector
 from engine.model.checkpoint import make_checkpoint
-from router.config import GatewaySettings
+from engine.startup.settings import EngineSettings
+from router.settings.gateway import GatewaySettings
 from tests.conftest import wait_until
 
 
@@ -50,9 +50,9 @@ async def check(serving: Coroutine[None, None, None]) -> None:
 
 
 async def test_gateway() -> None:
-    await check(router.serving.serve(GatewaySettings(port=0, engines=["http://127.0.0.1:9"], drain_delay_s=0)))
+    await check(router.startup.serving.serve(GatewaySettings(port=0, engines=["http://127.0.0.1:9"], drain_delay_s=0)))
 
 
 async def test_engine(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32)
-    await check(engine.app.serve(EngineSettings(model=tmp_path, device="sim", port=0)))
+    await check(engine.startup.app.serve(EngineSettings(model=tmp_path, device="sim", port=0)))

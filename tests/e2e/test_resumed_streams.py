@@ -10,15 +10,15 @@ from typing import Any
 import orjson
 import pytest
 
+from engine.common.sse import SseDecoder
 from engine.contract import headers
 from engine.contract.requests import Endpoint
-from engine.contract.sse import SseDecoder
 from engine.text.tokenizer import Tokenizer
-from router.parts import FLEET
+from router.startup.parts import FLEET
 from tests.e2e.programs import Program, running
 from tests.e2e.stack import Stack, gateway_before
 from tests.redis_server import running_redis
-from tests.router.gateway.helpers import eventually
+from tests.router.rig.helpers import eventually
 
 STREAMS = 16
 TOKENS = 100

@@ -71,8 +71,8 @@ def test_a_server_ends_whenever_it_is_asked_to(module: str, delay_s: float, tiny
 
 LOADING = """
 import sys, torch
-from engine import app
-from engine.config import EngineSettings
+from engine.startup import app
+from engine.startup.settings import EngineSettings
 
 def load(settings):
     print("loading", flush=True)

@@ -13,8 +13,8 @@ from typing import Any, Self
 import orjson
 from aiohttp import web
 
+from engine.common.sse import DONE, sse_event
 from engine.contract import headers
-from engine.contract.sse import DONE, sse_event
 
 BLOCK_WORDS = 16
 TOKENS_PER_WORD = 2

@@ -7,11 +7,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engine.app import load
 from engine.backend.profiles import PROFILES
-from engine.config import EngineSettings
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from engine.model.checkpoint import main as make_checkpoint
+from engine.startup.app import load
+from engine.startup.settings import EngineSettings
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.fleet import FleetSettings
 from loadgen.demo.run import MIN_SESSIONS, REPORT_S, ROUNDS, amount_within

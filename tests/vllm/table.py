@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 
 import aiohttp
 
+from engine.common.sse import SseDecoder
 from engine.contract import headers
-from engine.contract.sse import SseDecoder
 from tests.e2e.programs import Program, running
 from tests.redis_server import running_redis
 from tests.vllm.environment import Environment, make_checkpoint

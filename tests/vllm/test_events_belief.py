@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.app import build_app
-from router.config import GatewaySettings
-from router.parts import EVENTS, FLEET, INDEX, STREAMS
-from router.serving import make_runner
-from tests.router.gateway.helpers import eventually
+from router.settings.gateway import GatewaySettings
+from router.startup.app import build_app
+from router.startup.parts import EVENTS, FLEET, INDEX, STREAMS
+from router.startup.serving import make_runner
+from tests.router.rig.helpers import eventually
 from tests.vllm.conftest import StartServers
 from tests.vllm.frames import Frames, Subscription, decoded, subscribed
 from tests.vllm.servers import BLOCK_TOKENS, MODEL, ServerSpec, VllmServer

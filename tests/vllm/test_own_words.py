@@ -18,8 +18,8 @@ import aiohttp
 import orjson
 import pytest
 
+from engine.common.sse import SseDecoder
 from engine.contract.requests import Endpoint
-from engine.contract.sse import SseDecoder
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
 from tests.vllm.conftest import StartServers

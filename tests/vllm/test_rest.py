@@ -8,13 +8,13 @@ import aiohttp
 import orjson
 import pytest
 
+from engine.common.sse import SseDecoder, named_event
 from engine.contract.requests import Endpoint
-from engine.contract.sse import SseDecoder, named_event
-from router.gateway.record import Record
-from router.gateway.resume import ask, rewriter_of, way_of
-from router.gateway.resume_as_chat import chat_of
-from router.gateway.said import Said
-from router.gateway.ways import Way
+from router.continuing.as_chat import chat_of
+from router.continuing.continuations import Way
+from router.continuing.record import Record
+from router.continuing.resume import ask, rewriter_of, way_of
+from router.continuing.transcript import Said
 from tests.vllm.servers import MODEL, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

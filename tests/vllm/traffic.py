@@ -13,8 +13,8 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from engine.common.sse import SseDecoder
 from engine.contract import headers
-from engine.contract.sse import SseDecoder
 from tests.vllm.servers import MODEL
 
 OUTPUT_TOKENS = 24

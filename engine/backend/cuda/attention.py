@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.backend.cuda.kernels.decode import decode_scratch, paged_decode
 from engine.backend.cuda.kernels.prefill import paged_prefill, prefill_scratch, tiling_for
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.kernels.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.model.config import ModelConfig
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.backend.cuda.attention import AttentionKernels
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.kernels.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.model.config import ModelConfig
 
 _WORKSPACE_BYTES = 128 * 2**20

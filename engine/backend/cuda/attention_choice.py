@@ -13,8 +13,8 @@ import torch
 
 from engine.backend.cuda.attention import AttentionKernels, TritonAttention
 from engine.backend.cuda.attention_adapters import FlashAttention3, FlashInferAttention
-from engine.backend.cuda.step import PrefillTensors, StepTensors
-from engine.backend.cuda.tiling import Round
+from engine.backend.cuda.kernels.step import PrefillTensors, StepTensors
+from engine.backend.cuda.kernels.tiling import Round
 from engine.backend.torch_kv import KvPool
 from engine.model.config import ModelConfig
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from engine.backend.cuda.build import DecodeShape, HostStep, StepBuilder, is_decode, table_widths
 from engine.backend.cuda.device import Device, Event
 from engine.backend.cuda.graphs import Graphs
+from engine.backend.cuda.kernels.step import StepTensors
+from engine.backend.cuda.kernels.tiling import Tiling
 from engine.backend.cuda.packing import Downloads, Uploads
 from engine.backend.cuda.sampler import HostSampling
-from engine.backend.cuda.step import StepTensors
-from engine.backend.cuda.tiling import Tiling
 from engine.backend.torch_kv import KvPool
 from engine.model.decoder import Decoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult

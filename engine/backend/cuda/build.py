@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.backend.cuda.kernels.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.kernels.tiling import Round, Tiling
 from engine.backend.cuda.packing import Array
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
-from engine.backend.cuda.tiling import Round, Tiling
 from engine.sched.plan import PENDING, SequenceChunk
 
 _MIN_TABLE_TOKENS = 1024

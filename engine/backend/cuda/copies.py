@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backend.tiers.base import (
+from engine.tiers.copies.base import (
     BlockPair,
     BlockRun,
     CopyError,
@@ -25,7 +25,7 @@ from engine.backend.tiers.base import (
     Moved,
     RunningJob,
 )
-from engine.backend.tiers.copier import BlockCopier
+from engine.tiers.copies.copier import BlockCopier
 
 _POLL_S = 50e-6
 

@@ -19,7 +19,7 @@ from engine.backend.cuda.kernels.activation import silu_mul
 from engine.backend.cuda.kernels.linear import gated_linear, linear, suits
 from engine.backend.cuda.kernels.norm import add_rms_norm, rms_norm
 from engine.backend.cuda.kernels.rope_store import rope_store
-from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.kernels.step import StepTensors
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.projection import Projection

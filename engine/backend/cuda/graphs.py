@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.backend.cuda.build import DecodeShape
 from engine.backend.cuda.device import Device, Graph, is_out_of_memory
+from engine.backend.cuda.kernels.step import DecodeTensors, StepTensors
 from engine.backend.cuda.packing import Array, packed_bytes, views_of
-from engine.backend.cuda.step import DecodeTensors, StepTensors
 
 log = logging.getLogger(__name__)
 Forward = Callable[[StepTensors], Tensor]

@@ -39,7 +39,7 @@ _WEIGHTS = "name a --device cuda:N with more free memory, --dtype bfloat16, or a
 
 
 class StartSettings(Protocol):
-    """The fields of `engine.config.EngineSettings` that this module reads; that class explains them."""
+    """The fields of `engine.startup.settings.EngineSettings` that this module reads; that class explains them."""
 
     @property
     def model(self) -> Path: ...

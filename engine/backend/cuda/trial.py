@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.backend.cuda.tiling import MAX_PARTS, PART_KEYS
+from engine.backend.cuda.kernels.tiling import MAX_PARTS, PART_KEYS
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams

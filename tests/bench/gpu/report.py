@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.bench.gpu.ceilings import Ceilings
 from tests.bench.gpu.checks import PREFILL_SHARE, PROMOTION_RATIO, THROUGHPUT_RATIO, WARM_TTFT_S, Check, decode_bound
-from tests.bench.gpu.products import ProductFigure
-from tests.bench.gpu.profiling import StepProfile
-from tests.bench.gpu.serving import WarmFigure
+from tests.bench.gpu.parts.ceilings import Ceilings
+from tests.bench.gpu.parts.products import ProductFigure
+from tests.bench.gpu.parts.profiling import StepProfile
+from tests.bench.gpu.parts.serving import WarmFigure
+from tests.bench.gpu.parts.steps import DecodeFigure, PrefillFigure
+from tests.bench.gpu.parts.tier_run import PromotionFigure
+from tests.bench.gpu.parts.transformers_run import TIE_BOUND, Agreement
 from tests.bench.gpu.sizes import Sizes, expected
-from tests.bench.gpu.steps import DecodeFigure, PrefillFigure
-from tests.bench.gpu.tier_run import PromotionFigure
-from tests.bench.gpu.transformers_run import TIE_BOUND, Agreement
 
 _KERNELS_SHOWN = 12
 WORKLOADS = ("ShareGPT-like", "shared prefix")

@@ -12,17 +12,17 @@ from importlib.util import find_spec
 import torch
 
 from engine.backend.cuda.backend import CudaBackend
-from tests.bench.gpu.ceilings import Ceilings, measure_ceilings
-from tests.bench.gpu.engine_run import Engine, start_backend
 from tests.bench.gpu.models import Model
-from tests.bench.gpu.products import measure_products
-from tests.bench.gpu.profiling import profile_steps
+from tests.bench.gpu.parts.ceilings import Ceilings, measure_ceilings
+from tests.bench.gpu.parts.engine_run import Engine, start_backend
+from tests.bench.gpu.parts.products import measure_products
+from tests.bench.gpu.parts.profiling import profile_steps
+from tests.bench.gpu.parts.serving import ServedWorkload, measure_warm_ttft, serve
+from tests.bench.gpu.parts.steps import Steps
+from tests.bench.gpu.parts.tier_run import measure_promotion
+from tests.bench.gpu.parts.transformers_run import Transformers
 from tests.bench.gpu.report import Comparison, Results
-from tests.bench.gpu.serving import ServedWorkload, measure_warm_ttft, serve
 from tests.bench.gpu.sizes import Sizes
-from tests.bench.gpu.steps import Steps
-from tests.bench.gpu.tier_run import measure_promotion
-from tests.bench.gpu.transformers_run import Transformers
 from tests.bench.gpu.workloads import Workload, shared_prefix, sharegpt_like
 
 _DEADLINE_S = 900.0

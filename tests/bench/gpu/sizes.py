@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.bench.gpu.engine_run import EngineShape
+from tests.bench.gpu.parts.engine_run import EngineShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from tests.bench.gpu.arithmetic import (
     weights_read,
 )
 from tests.bench.gpu.models import LLAMA_8B, TINY, Model
-from tests.bench.gpu.steps import DecodeFigure, PrefillFigure, Steps
+from tests.bench.gpu.parts.steps import DecodeFigure, PrefillFigure, Steps
 from tests.bench.gpu.workloads import SHAREGPT_INPUT_MEAN, SHAREGPT_OUTPUT_MEAN, shared_prefix, sharegpt_like
 
 CPU = torch.device("cpu")

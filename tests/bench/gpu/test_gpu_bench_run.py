@@ -22,8 +22,8 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from engine.backend.cuda.kernels import activation, decode, norm, prefill, rope_store
 from engine.backend.cuda.memory import CudaStartError
-from engine.config import EngineSettings
-from tests.bench.gpu import SECTIONS, ceilings, sections
+from engine.startup.settings import EngineSettings
+from tests.bench.gpu import SECTIONS, sections
 from tests.bench.gpu import __main__ as program
 from tests.bench.gpu.arithmetic import decode_work
 from tests.bench.gpu.checks import (
@@ -35,16 +35,17 @@ from tests.bench.gpu.checks import (
     decode_bound,
     exit_status,
 )
-from tests.bench.gpu.engine_run import EngineShape
 from tests.bench.gpu.models import TINY, Model
-from tests.bench.gpu.profiling import StepProfile, kernel_shares, kind_of
+from tests.bench.gpu.parts import ceilings
+from tests.bench.gpu.parts.engine_run import EngineShape
+from tests.bench.gpu.parts.profiling import StepProfile, kernel_shares, kind_of
+from tests.bench.gpu.parts.serving import ServedWorkload, WarmFigure
+from tests.bench.gpu.parts.steps import DecodeFigure, PrefillFigure
+from tests.bench.gpu.parts.tier_run import PromotionFigure
+from tests.bench.gpu.parts.transformers_run import NO_TIE, TIE_BOUND, Agreement, Transformers, first_difference
 from tests.bench.gpu.report import WORKLOADS, Comparison, Results, as_markdown, checks
 from tests.bench.gpu.sections import run_sections
-from tests.bench.gpu.serving import ServedWorkload, WarmFigure
 from tests.bench.gpu.sizes import FULL, QUICK
-from tests.bench.gpu.steps import DecodeFigure, PrefillFigure
-from tests.bench.gpu.tier_run import PromotionFigure
-from tests.bench.gpu.transformers_run import NO_TIE, TIE_BOUND, Agreement, Transformers, first_difference
 from tests.bench.gpu.workloads import Workload
 
 ROOT = Path(__file__).parents[3]
@@ -263,7 +264,8 @@ def test_a_run_that_is_killed_leaves_what_it_has_measured(tmp_path: Path) -> Non
     """The run is killed by the signal that cannot be caught, after the first figure of decode."""
     code = f"""
 import os, signal
-from tests.bench.gpu import __main__ as program, steps
+from tests.bench.gpu import __main__ as program
+from tests.bench.gpu.parts import steps
 first = steps.Steps.decode
 async def once(self, *args):
     if self.__dict__.setdefault("measured", False):

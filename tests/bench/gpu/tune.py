@@ -29,11 +29,11 @@ from triton.errors import TritonError
 
 from engine.backend.cuda.kernels import decode, linear, prefill
 from engine.backend.cuda.kernels.attend import Launch, PartSums
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors
+from engine.backend.cuda.kernels.step import DecodeTensors, PrefillTensors
 from tests.bench.gpu.arithmetic import causal_pairs
-from tests.bench.gpu.ceilings import timed_s
 from tests.bench.gpu.command import device_name, names_of, write
-from tests.bench.gpu.products import recorded
+from tests.bench.gpu.parts.ceilings import timed_s
+from tests.bench.gpu.parts.products import recorded
 from tests.bench.gpu.report import table
 from tests.engine.cuda.cutting import prefill_tensors
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from engine.contract.settings import Settings, load_or_exit
-from engine.contract.signals import EXIT_INTERRUPTED
+from engine.common.settings import Settings, load_or_exit
+from engine.common.signals import EXIT_INTERRUPTED
 from tests.bench.literature.files import save, sections
 from tests.bench.literature.run import study
 

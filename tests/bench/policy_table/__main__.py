@@ -16,8 +16,8 @@ from pydantic import Field, field_validator
 from rich.console import Console
 from rich.progress import Progress
 
-from engine.contract.settings import Settings, load_or_exit
-from engine.contract.signals import EXIT_INTERRUPTED
+from engine.common.settings import Settings, load_or_exit
+from engine.common.signals import EXIT_INTERRUPTED
 from loadgen.simulate.arms import ARM_NAMES
 from loadgen.workloads.files import DatasetError
 from tests.bench.policy_table.bounds import Bound, check

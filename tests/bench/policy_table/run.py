@@ -17,7 +17,7 @@ from loadgen.simulate.faults import FaultKind
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.omniscient import exact_cost
 from loadgen.workloads.base import Workload
-from router.routing.latency import prefill_s
+from router.views.latency import prefill_s
 from tests.bench.policy_table.cases import PROFILE, Case
 
 WARM_REQUESTS = 500

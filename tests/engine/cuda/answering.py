@@ -16,8 +16,8 @@ from engine.backend.cuda.device import Device
 from engine.backend.cuda.kernels.prefill import tiling_for
 from engine.backend.torch_kv import KvPool
 from engine.cache.prefix_cache import PrefixCache
-from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
+from engine.loop.step_loop import EngineLoop
 from engine.model.decoder import Decoder
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams

@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.backend.cuda.step import PrefillTensors
-from engine.backend.cuda.tiling import Tiling
+from engine.backend.cuda.kernels.step import PrefillTensors
+from engine.backend.cuda.kernels.tiling import Tiling
 
 
 def prefill_tensors(tiling: Tiling, chunks: Sequence[tuple[int, int]], tables: Tensor) -> PrefillTensors:

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.backend.cuda.attention import AttentionKernels
 from engine.backend.cuda.decoder import CudaDecoder, DecoderBuffers
 from engine.backend.cuda.kernels.prefill import tiling_for
-from engine.backend.cuda.step import DecodeTensors, PrefillTensors, StepTensors
+from engine.backend.cuda.kernels.step import DecodeTensors, PrefillTensors, StepTensors
 from engine.backend.torch_backend import TorchBackend
 from engine.backend.torch_kv import KvPool
 from engine.model.config import ModelConfig

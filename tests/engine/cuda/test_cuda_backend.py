@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.backend.cuda.device import CudaDevice
-from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.kernels.step import StepTensors
 from engine.backend.torch_backend import TorchBackend
 from engine.model.decoder import Decoder, load_decoder
 from engine.sched.plan import PENDING, SequenceChunk, StepPlan

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from engine.backend.cuda.build import DecodeShape, StepBuilder
 from engine.backend.cuda.graphs import Graphs, decode_batches, decode_shapes, inputs_bytes
+from engine.backend.cuda.kernels.step import StepTensors
+from engine.backend.cuda.kernels.tiling import Tiling
 from engine.backend.cuda.packing import Uploads
-from engine.backend.cuda.step import StepTensors
-from engine.backend.cuda.tiling import Tiling
 from engine.sched.plan import SequenceChunk
 from engine.sched.request import Request
 from tests.engine.cuda.devices import CpuDevice

@@ -30,8 +30,8 @@ from engine.sched.sampling import SamplingParams
 from tests.engine.cuda.devices import CpuDevice, interpreted
 
 pytest.importorskip("pydantic", reason="the settings need it")
-from engine.app import StartError, model_backend
-from engine.config import EngineSettings
+from engine.startup.app import StartError, model_backend
+from engine.startup.settings import EngineSettings
 
 GIB, MIB = 1 << 30, 1 << 20
 MEMORY = DeviceMemory("cuda:1", 24 * GIB, 20 * GIB)
@@ -281,7 +281,7 @@ def test_a_card_that_is_not_there_is_refused(checkpoint: Path) -> None:
 
 
 def test_without_triton_the_error_names_the_package(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.app.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.startup.app.find_spec", lambda name: None)
     with pytest.raises(StartError, match=r"--device cuda needs the package triton: pip install 'triton>=3.6'"):
         model_backend(EngineSettings(model=checkpoint, device="cuda"))
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engine.backend.cuda.build import DecodeShape, HostStep, StepBuilder, table_widths
 from engine.backend.cuda.kernels.decode import MAX_PARTS, PART_TOKENS
+from engine.backend.cuda.kernels.step import StepTensors
+from engine.backend.cuda.kernels.tiling import Tiling
 from engine.backend.cuda.packing import ALIGN_BYTES, Downloads, Uploads, packed_bytes
-from engine.backend.cuda.step import StepTensors
-from engine.backend.cuda.tiling import Tiling
 from engine.sched.plan import PENDING, SequenceChunk
 from engine.sched.request import Request
 from tests.engine.cuda.devices import CpuDevice

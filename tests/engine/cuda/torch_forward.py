@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.backend.cuda.backend import Forward
-from engine.backend.cuda.step import StepTensors
+from engine.backend.cuda.kernels.step import StepTensors
 from engine.model.decoder import Decoder
 from tests.engine.cuda.stepping import TorchAttention
 

@@ -15,8 +15,8 @@ from engine.backend.sim import SimBackend
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
-from engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, RequestRefused, StepFailed, TokenStream
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
+from engine.loop.step_loop import MAX_FAILURES_IN_A_ROW, EngineLoop, RequestRefused, StepFailed, TokenStream
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig, TokenOutput

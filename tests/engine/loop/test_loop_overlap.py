@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from engine.cache.changes import KeyChanges
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
-from engine.loop import EngineLoop, StepFailed, TokenStream
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
+from engine.loop.step_loop import EngineLoop, StepFailed, TokenStream
 from engine.sched.plan import PENDING
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.sampling import SamplingParams

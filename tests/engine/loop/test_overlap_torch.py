@@ -11,8 +11,8 @@ import pytest
 from engine.backend.base import Backend
 from engine.backend.torch_backend import TorchBackend
 from engine.cache.prefix_cache import PrefixCache
-from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
+from engine.loop.step_loop import EngineLoop
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import Decoder, load_decoder
 from engine.sched.plan import SampledToken

@@ -12,14 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.app import LoadedModel, Ports, engine_tasks, listening, load
 from engine.backend.base import Backend
 from engine.backend.profiles import SimProfile
 from engine.backend.sim import SimBackend
-from engine.config import EngineSettings
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.server.service import EngineService, ServerState
+from engine.startup.app import LoadedModel, Ports, engine_tasks, listening, load
+from engine.startup.settings import EngineSettings
 
 FAST = SimProfile("fast", w0_ms=0.2, a_ms=0, c1_ms=0, c2_ms=0, c3_ms=0, c4_ms=0, kv_tokens=16_384)
 SLOW = replace(FAST, name="slow", w0_ms=20)

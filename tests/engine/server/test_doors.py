@@ -8,10 +8,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engine.config import EngineSettings
-from engine.contract import files
-from engine.contract.api_keys import KeyFileError
-from engine.contract.audit import AUDIT
+from engine.common import files
+from engine.common.api_keys import KeyFileError
+from engine.common.audit import AUDIT
+from engine.startup.settings import EngineSettings
 from tests.engine.server.conftest import Engine, Start, wait_until
 
 CHAT = "/v1/chat/completions"

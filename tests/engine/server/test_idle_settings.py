@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineSettings
-from engine.contract.without_effect import without_effect
-from engine.idle_settings import RULES
+from engine.common.without_effect import without_effect
+from engine.startup.idle_settings import RULES
+from engine.startup.settings import EngineSettings
 from tests.engine.server.test_program import run
 
 

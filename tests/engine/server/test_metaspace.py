@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from engine.backend.sim import SimBackend
-from engine.contract.sse import SseDecoder
+from engine.common.sse import SseDecoder
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import Tokenizer

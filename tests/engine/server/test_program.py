@@ -15,11 +15,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.app import StartError, listening, load
-from engine.config import EngineSettings
-from engine.contract.settings import ConfigError
-from engine.metrics import EngineMetrics
+from engine.common.settings import ConfigError
+from engine.loop.metrics import EngineMetrics
 from engine.server.service import ServerState
+from engine.startup.app import StartError, listening, load
+from engine.startup.settings import EngineSettings
 from tests.e2e.programs import Program
 
 
@@ -160,7 +160,7 @@ async def test_a_port_in_use_is_refused(checkpoint: Path) -> None:
 
 def test_an_emulated_engine_imports_no_torch(checkpoint: Path) -> None:
     code = (
-        "import sys; from engine.app import load; from engine.config import EngineSettings; "
+        "import sys; from engine.startup.app import load; from engine.startup.settings import EngineSettings; "
         f"load(EngineSettings(model={str(checkpoint)!r}, device='sim')); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from engine.backend.sim import SimBackend
-from engine.contract.sse import SseDecoder
+from engine.common.sse import SseDecoder
 from engine.sched.plan import StepPlan, StepResult
 from engine.server.response_requests import ResponsesFields
 from tests.engine.server.conftest import FAST, MODEL, Engine, Start
-from tests.engine.server.test_fuzz import JSON, Client
-from tests.engine.server.test_fuzz import client as client
+from tests.engine.server.limits.test_fuzz import JSON, Client
+from tests.engine.server.limits.test_fuzz import client as client
 
 PATH = "/v1/responses"
 SYSTEM = "You are a helpful assistant who knows the deployment well. " * 12

@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from engine.backend.sim import SimBackend
+from engine.common.sse import SseDecoder
 from engine.contract import headers
-from engine.contract.sse import SseDecoder
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.scheduler import TokenOutput
 from engine.server.choices import AnswerChoice, Delta

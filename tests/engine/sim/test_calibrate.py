@@ -21,12 +21,12 @@ from engine.backend.calibration.shapes import Limits, Shape, drawn, grid, step_p
 from engine.backend.profile_file import load_profile
 from engine.backend.profiles import PROFILES, SimProfile
 from engine.backend.torch_backend import TorchBackend
-from engine.calibrate import CalibrateSettings, _write, run
-from engine.config import EngineSettings
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import load_decoder
 from engine.sched.plan import StepPlan, StepResult
+from engine.startup.calibrate import CalibrateSettings, _write, run
+from engine.startup.settings import EngineSettings
 
 LIMITS = Limits(step_tokens=2048, decodes=64, context=16384, blocks=20_000, block_size=16)
 BLOCKS = range(LIMITS.blocks)

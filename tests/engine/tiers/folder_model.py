@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.backend.tiers.base import BlockRun, Direction
 from engine.cache.prefix_cache import PrefixCache
-from engine.tiers.block_file import Label
-from engine.tiers.stats import SharedSize
+from engine.tiers.copies.base import BlockRun, Direction
+from engine.tiers.stores.block_file import Label
+from engine.tiers.stores.stats import SharedSize
 from tests.engine.tiers.slot_copies import BLOCK_BYTES, Flying, FlyingJob, Memory
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.backend.tiers.base import BlockRun, Direction, EndedJob, Moved
 from engine.cache.prefix_cache import PrefixCache
+from engine.tiers.copies.base import BlockRun, Direction, EndedJob, Moved
 
 BLOCK_BYTES = 10
 Memory = dict[int, Any]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.backend.tiers.base import Direction
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.sched.request import Request
 from engine.tiers.allowance import STEP_SHARE, Allowance
 from engine.tiers.build import emulated_store, make_tiers
-from engine.tiers.place import Place
-from engine.tiers.stats import Outcome
+from engine.tiers.copies.base import Direction
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import Outcome
 from tests.engine.tiers.test_tiers_stateful import SETTINGS, FixedCost, Pod, TiersMachine, make_pod
 
 SECONDS = st.floats(1e-6, 10.0)

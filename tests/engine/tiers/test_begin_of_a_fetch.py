@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backend.tiers.base import Direction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.sched.request import Request
-from engine.tiers.stats import Decision, Outcome
+from engine.tiers.copies.base import Direction
+from engine.tiers.stores.stats import Decision, Outcome
 from tests.engine.tiers.test_tiers_stateful import FixedCost, Pod, make_pod
 
 PROMPT = tuple(range(3, 19))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from engine.backend.tiers.base import BlockRun, Direction, Moved, RunningJob
-from engine.backend.tiers.copier import CopyLimits
 from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan, StepResult
 from engine.tiers import build
-from engine.tiers.place import Place
-from engine.tiers.threads import ThreadedCopies
+from engine.tiers.copies.base import BlockRun, Direction, Moved, RunningJob
+from engine.tiers.copies.copier import CopyLimits
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.threads import ThreadedCopies
 from tests.conftest import wait_until
 from tests.engine.tiers.test_host_tier import BLOCK, PROMPT_TOKENS, Engine, engine
 

@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction
 from engine.cache.hashing import chain_digest, root_digest, token_bytes
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from engine.sched.request import KeySpan
-from engine.tiers.block_file import (
+from engine.tiers.copies.base import BlockRun, CopyError, Direction
+from engine.tiers.link import labels
+from engine.tiers.stores.block_file import (
     HEAD_BYTES,
     LABEL_BYTES,
     NO_DIGEST,
@@ -33,8 +34,7 @@ from engine.tiers.block_file import (
     Shape,
     open_file,
 )
-from engine.tiers.disk import SUFFIX, DiskCopies, OpenDisk, open_disk
-from engine.tiers.link import labels
+from engine.tiers.stores.disk import SUFFIX, DiskCopies, OpenDisk, open_disk
 
 SLOTS, BLOCK_BYTES, BLOCK_SIZE = 6, 64, 4
 SHAPE = Shape(SLOTS, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
@@ -409,7 +409,7 @@ def test_a_chain_with_a_gap_is_found_up_to_the_gap(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from engine.tiers.block_file import NO_DIGEST, Label, Shape, open_file
+from engine.tiers.stores.block_file import NO_DIGEST, Label, Shape, open_file
 slots, block_bytes = int(sys.argv[2]), int(sys.argv[3])
 file, _, _ = open_file(Path(sys.argv[1]), Shape(slots, block_bytes, 4, b"f" * 32))
 number = 0

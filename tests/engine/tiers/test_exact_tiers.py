@@ -19,7 +19,7 @@ from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.tiers.build import Store, close_stores, disk_store, host_store, make_tiers, shared_store
-from engine.tiers.place import Place
+from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
 from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
 from tests.engine.backend.test_exact import beside, loaded, near_and_far, request, with_near_logits

@@ -11,17 +11,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.app import engine_tasks, listening, load
-from engine.config import EngineSettings
 from engine.contract.events import Tier
 from engine.contract.load import StepCost
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan
 from engine.sched.scheduler import Scheduler
 from engine.server.service import ServerState
-from engine.tiers.block_file import HEAD_BYTES, LABEL_BYTES
+from engine.startup.app import engine_tasks, listening, load
+from engine.startup.settings import EngineSettings
 from engine.tiers.build import TierError
+from engine.tiers.stores.block_file import HEAD_BYTES, LABEL_BYTES
 from tests.conftest import wait_until
 
 POOL_TOKENS, BLOCK = 512, 16

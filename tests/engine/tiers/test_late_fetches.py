@@ -7,13 +7,13 @@ from typing import cast
 
 import pytest
 
-from engine.backend.tiers.fetch import Prefill
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.sched.request import Request
+from engine.tiers.copies.fetch import Prefill
 from engine.tiers.link import Link
 from engine.tiers.search import LOOKUP_SHARE, Search
-from engine.tiers.stats import TierStats
+from engine.tiers.stores.stats import TierStats
 from tests.engine.tiers.test_tiers_stateful import Pod, make_pod
 
 POOL_BLOCKS = 20

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from engine.backend.profiles import PROFILES
-from engine.backend.tiers.fetch import Held, Prefill, compute_s
 from engine.contract.fetch_costs import FetchCost
 from engine.contract.load import LoadReport, StepCost
+from engine.tiers.copies.fetch import Held, Prefill, compute_s
 from engine.tiers.fetches import plan
-from tests.bench.tier_race import engine, in_virtual_time, race
+from tests.bench.engine.tier_race import engine, in_virtual_time, race
 
 H100 = PROFILES["h100-8b"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.backend.tiers.base import Direction
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.request import CacheMark, Request
+from engine.tiers.copies.base import Direction
 from tests.engine.tiers.test_tiers_stateful import Pod, make_pod
 
 

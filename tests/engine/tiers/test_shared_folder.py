@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.backend.tiers.base import BlockRun, CopyError, Direction
-from engine.tiers.block_file import NO_DIGEST, Label
-from engine.tiers.janitor import FILL, FULL, LEASE_S, TEMPORARY_S, Janitor
-from engine.tiers.shared import SWEEP_SHARE, HostBlocks, OpenShared, SharedCopies
-from engine.tiers.shared_folder import HEAD_BYTES, Event, SharedFolder
+from engine.tiers.copies.base import BlockRun, CopyError, Direction
+from engine.tiers.stores.block_file import NO_DIGEST, Label
+from engine.tiers.stores.janitor import FILL, FULL, LEASE_S, TEMPORARY_S, Janitor
+from engine.tiers.stores.shared import SWEEP_SHARE, HostBlocks, OpenShared, SharedCopies
+from engine.tiers.stores.shared_folder import HEAD_BYTES, Event, SharedFolder
 
 BLOCK_BYTES, CHAINS, DEPTH = 256, 3, 6
 FILE_BYTES = HEAD_BYTES + BLOCK_BYTES
@@ -408,8 +408,8 @@ _WRITER = """
 import sys
 from hashlib import sha256
 from pathlib import Path
-from engine.tiers.block_file import NO_DIGEST, Label
-from engine.tiers.shared_folder import SharedFolder
+from engine.tiers.stores.block_file import NO_DIGEST, Label
+from engine.tiers.stores.shared_folder import SharedFolder
 size = int(sys.argv[2])
 folder = SharedFolder(Path(sys.argv[1]), fingerprint=b"f" * 32, block_size=4, block_bytes=size, writer=sys.argv[3])
 folder.open()

@@ -15,8 +15,8 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
-from engine.tiers.place import Place
-from engine.tiers.stats import LookupEnd
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import LookupEnd
 from tests.engine.tiers.folder_model import FolderModel
 from tests.engine.tiers.test_tiers_stateful import SETTINGS, Pod, TiersMachine
 

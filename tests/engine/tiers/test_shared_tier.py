@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.app import load
-from engine.config import EngineSettings
 from engine.contract.events import Tier
 from engine.model.checkpoint import make_checkpoint
+from engine.startup.app import load
+from engine.startup.settings import EngineSettings
 from engine.tiers import search
 from engine.tiers.build import TierError
-from engine.tiers.shared_folder import HEAD_BYTES
+from engine.tiers.stores.shared_folder import HEAD_BYTES
 from tests.conftest import wait_until
 from tests.engine.tiers.test_host_tier import BLOCK, POOL_TOKENS, PROMPT_TOKENS, Engine, engine
 

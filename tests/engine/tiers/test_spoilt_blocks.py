@@ -9,7 +9,7 @@ import pytest
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.request import Request
 from engine.tiers.link import PAUSE_S
-from engine.tiers.place import Place
+from engine.tiers.stores.place import Place
 from tests.engine.tiers.folder_model import FolderModel
 from tests.engine.tiers.test_tiers_stateful import Pod, make_pod
 

@@ -6,9 +6,9 @@ import time
 from contextlib import closing
 from queue import SimpleQueue
 
-from engine.backend.tiers.base import BlockPair, BlockRun, CopyError, Direction, Moved
-from engine.backend.tiers.copier import BlockCopier
-from engine.tiers.threads import ThreadedCopies
+from engine.tiers.copies.base import BlockPair, BlockRun, CopyError, Direction, Moved
+from engine.tiers.copies.copier import BlockCopier
+from engine.tiers.stores.threads import ThreadedCopies
 
 
 class Mover:

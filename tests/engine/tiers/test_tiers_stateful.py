@@ -13,8 +13,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from engine.backend.tiers.base import Direction
-from engine.backend.tiers.copier import BlockCopier, CopyLimits
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
@@ -25,9 +23,11 @@ from engine.sched.plan import StepPlan
 from engine.sched.request import CacheMark, KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
+from engine.tiers.copies.base import Direction
+from engine.tiers.copies.copier import BlockCopier, CopyLimits
 from engine.tiers.link import Link
-from engine.tiers.place import Place
-from engine.tiers.stats import Decision, Outcome
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import Decision, Outcome
 from engine.tiers.tiers import Tiers
 from tests.engine.sched.checking_backend import CheckingBackend
 from tests.engine.sched.test_scheduler_stateful import ARRIVALS, SchedulerMachine

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.commands import bench
 from loadgen.commands.argv import joined
 from loadgen.commands.bench import BenchSettings, plan

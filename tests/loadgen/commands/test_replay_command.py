@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.commands import replay
 from loadgen.commands.argv import joined
 from loadgen.commands.replay import ReplaySettings, plan

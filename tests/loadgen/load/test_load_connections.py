@@ -12,7 +12,7 @@ import pytest
 import trustme
 import uvloop
 
-import engine.contract.http.pool
+import engine.common.http.pool
 import loadgen.load.client
 from loadgen.load.client import Client
 from loadgen.load.target import Target
@@ -134,7 +134,7 @@ async def test_a_fresh_connection_that_is_lost_is_a_failure_at_once() -> None:
 
 
 async def test_idle_connections_are_given_up_before_servers_close_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.contract.http.pool, "KEPT_S", 0.0)
+    monkeypatch.setattr(engine.common.http.pool, "KEPT_S", 0.0)
     server = ScriptedServer(answer_well)
     async with server.running() as url, Client(Target(url, model="m")) as client:
         for _ in range(3):
@@ -217,7 +217,7 @@ def test_cancelled_at_any_moment_of_connecting_nothing_stays_open(new_loop: Any)
         async with server.running() as url:
             for turns in range(12):
                 async with (
-                    asyncio.timeout(engine.contract.http.pool.CLOSE_S - 1),
+                    asyncio.timeout(engine.common.http.pool.CLOSE_S - 1),
                     Client(Target(url, model="m")) as client,
                 ):
                     task = asyncio.create_task(send(client))

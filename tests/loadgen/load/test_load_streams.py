@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.http.connection import Connection
-from engine.contract.http.pool import Address, Pool
+from engine.common.http.connection import Connection
+from engine.common.http.pool import Address, Pool
 from loadgen.load.answer import StreamedAnswer
 from tests.loadgen.load.scripted_server import DONE, LAST, STREAM_HEAD, chunk, event, plain, stop, usage, whole, word
 

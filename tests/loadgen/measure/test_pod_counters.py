@@ -61,7 +61,7 @@ def test_what_vllm_counts_under_two_names_is_counted_once() -> None:
 
 
 def test_the_engine_of_this_project_is_read() -> None:
-    from engine.metrics import EngineMetrics
+    from engine.loop.metrics import EngineMetrics
 
     metrics = EngineMetrics("m")
     metrics.queries.inc(50)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.commands.report import run
 from loadgen.output.save import FORMATS, save, write_whole
 from loadgen.output.settings import OutputSettings

@@ -17,8 +17,8 @@ from engine.backend.sim import SimBackend
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey
 from engine.contract.periods import BATCH_S
-from engine.loop import EngineLoop
-from engine.metrics import EngineMetrics
+from engine.loop.metrics import EngineMetrics
+from engine.loop.step_loop import EngineLoop
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.tiers.place import Place
-from engine.tiers.stats import LookupEnd
+from engine.tiers.stores.place import Place
+from engine.tiers.stores.stats import LookupEnd
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.fleet import FleetSpec, Simulation

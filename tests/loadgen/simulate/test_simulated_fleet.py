@@ -24,7 +24,7 @@ from loadgen.simulate.scenario import Scenario, play
 from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Piece, Session
 from loadgen.workloads.chat import Chat
-from router.routing.types import PodView
+from router.views.types import PodView
 from tests.loadgen.simulate.hand_made import TRACE, Listed, Told, fleet, one, run, steady, turn
 
 POISSON = ArrivalSpec(ArrivalKind.POISSON, 20.0)

@@ -16,8 +16,8 @@ from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.routing import Scrape
 from loadgen.simulate.telling import BeliefStream
 from loadgen.simulate.timeline import Timeline
-from router.registry.beliefs import BeliefMessage, Life
-from router.registry.beliefs_pace import Pace, ReadPace
+from router.peer_sync.beliefs import BeliefMessage, Life
+from router.peer_sync.beliefs_pace import Pace, ReadPace
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec, check_times, mean_turns, start_times_s
 from tests.loadgen.workloads.samples import sample
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.contract.settings import ConfigError
+from engine.common.settings import ConfigError
 from loadgen.load.arrivals import ArrivalSettings
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import CONTROLS, NAMES, WorkloadSettings, build_workload

@@ -15,7 +15,7 @@ from engine.contract.keys import PrefixKey
 from router.events.feed import MAX_SESSION_KEYS, EventFeed
 from router.events.mapping import MAX_BLOCK_KEYS
 from router.registry.index import PrefixIndex
-from router.routing.types import PodId
+from router.views.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uneven_tokens, uniform_tokens
 
 POD = PodId("pod")

@@ -16,7 +16,7 @@ from router.events import follow, subscribe
 from router.events.feed import SILENT_AFTER, EventFeed
 from router.events.follow import Source, Streams
 from router.registry.index import PrefixIndex
-from router.routing.types import PodId
+from router.views.types import PodId
 from tests.router.events.model_engine import MODEL, STRIDE, ModelEngine, keys_of, uniform_tokens
 from tests.router.events.publisher import Publisher, publishing, until
 

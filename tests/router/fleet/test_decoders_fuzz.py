@@ -17,8 +17,9 @@ from pydantic import ValidationError
 
 from router.fleet import dns as dns_module
 from router.fleet.dns import DnsAnswer, DnsDiscovery, LookupFailed, SystemResolver
-from router.fleet.kubernetes_objects import Status
-from router.fleet.kubernetes_pods import (
+from router.fleet.probe import PodIdentity
+from router.kubernetes.objects import Status
+from router.kubernetes.pods import (
     MODEL_ANNOTATION,
     PORT_ANNOTATION,
     WATCH_EVENT,
@@ -29,7 +30,6 @@ from router.fleet.kubernetes_pods import (
     PodTable,
     address_of,
 )
-from router.fleet.probe import PodIdentity
 from tests.router.fleet.test_probe import looked_at
 
 texts = st.text(max_size=20)

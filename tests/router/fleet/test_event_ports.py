@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import GatewaySettings
 from router.fleet.event_ports import event_ports
-from router.gateway.event_sources import sources
-from router.kube_targets import MAX_RANKS
+from router.fleet.targets import MAX_RANKS
+from router.settings.gateway import GatewaySettings
+from router.startup.event_sources import sources
 from tests.router.fleet.pages import Load, vllm_page
 from tests.router.fleet.test_scrape import Scraped
 

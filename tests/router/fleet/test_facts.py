@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet.pod import Pod, facts_of
 from router.fleet.probe import PodIdentity, served_models
-from router.routing.types import PodId
+from router.views.types import PodId
 
 
 def identity(*cards: dict[str, Any], epoch: int | None = None) -> PodIdentity:

@@ -16,7 +16,7 @@ from engine.contract.load import LoadReport
 from router.fleet.discovery import DiscoveryStatus, EngineAddress
 from router.fleet.fleet import Fleet, FleetChange
 from router.fleet.probe import PodIdentity, ProbeFailed, ServedModel, served_models
-from router.routing.types import PodId
+from router.views.types import PodId
 
 URLS = ("http://a", "http://b")
 

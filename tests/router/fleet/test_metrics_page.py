@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.contract.load import MAX_REQUESTS
 from router.fleet.metrics_page import MAX_LINES, Slots, narrow_query, read_page
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, LONGEST_PERIOD_S, PERIOD_S, SPARING, Pace, period_s
-from router.kube_targets import MAX_RANKS
-from router.routing.reported import Counts
+from router.fleet.targets import MAX_RANKS
+from router.views.reported import Counts
 from tests.router.fleet.pages import Load, gauge, histograms, sglang_page, vllm_page
 
 

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from engine.contract import headers
 from router.fleet.faults import AT_WORK_S
 from router.fleet.probe import HttpProbe, PodIdentity, ProbeFailed, served_models
-from router.routing.types import PodId
+from router.views.types import PodId
 from tests.router.fleet.test_faults import fail, now_s, serve
 from tests.router.fleet.test_fleet import World
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from router.fleet.discovery import EngineAddress
 from router.fleet.faults import Fault
-from router.fleet.kubernetes_pods import RANKS_ANNOTATION, PodList, address_of
 from router.fleet.member import Member
 from router.fleet.pod import rank_id
 from router.fleet.probe import ProbeFailed
-from router.kube_targets import MAX_RANKS
-from router.routing.types import PodId
+from router.fleet.targets import MAX_RANKS
+from router.kubernetes.pods import RANKS_ANNOTATION, PodList, address_of
+from router.views.types import PodId
 from tests.router.fleet.test_fleet import World, identity
 
 

@@ -11,7 +11,7 @@ from router.fleet.faults import Fault
 from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity, ServedModel
 from router.fleet.roster import Roster
-from router.routing.types import PodId
+from router.views.types import PodId
 
 MODELS = "mno"
 names = st.sampled_from("abcdef")

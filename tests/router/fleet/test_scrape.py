@@ -20,7 +20,7 @@ from router.fleet.fetch import Unread
 from router.fleet.probe import PodIdentity, ProbeFailed, served_models
 from router.fleet.scrape import AT_ONCE, FIRST_S, JITTER, Scraper
 from router.fleet.scrape_pace import LONGEST_PAUSE_S, SPARING, period_s
-from router.routing.types import PodId
+from router.views.types import PodId
 from tests.router.fleet.pages import Load, sglang_page, vllm_page
 from tests.router.fleet.test_fleet import World
 

@@ -14,7 +14,7 @@ from router.fleet import fleet
 from router.fleet.discovery import EngineAddress
 from router.fleet.fleet import JITTER
 from router.fleet.probe import ProbeFailed
-from router.routing.types import PodId
+from router.views.types import PodId
 from tests.router.fleet.test_fleet import World, identity
 
 pytestmark = pytest.mark.looptime

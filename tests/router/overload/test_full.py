@@ -14,8 +14,8 @@ from router.fleet.probe import PodIdentity
 from router.overload.full import NO_PODS, FullPods
 from router.overload.line import Line, LineLimits
 from router.overload.saturation import CONTENDED_S, FORGET_S, GROW_S, SATURATED_S, is_full, is_saturated
-from router.routing.reported import FRESH_S, STALE_S
-from router.routing.types import PodId
+from router.views.reported import FRESH_S, STALE_S
+from router.views.types import PodId
 
 PODS = 5
 SLOW = StepCost(base_s=0.01, token_s=0.001)

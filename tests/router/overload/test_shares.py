@@ -9,8 +9,8 @@ from router.overload.flow import Waiting
 from router.overload.line import Line, LineLimits
 from router.overload.saturation import CONTENDED_S, ROOM_S, SPARING_ROOM_S, Cap
 from router.overload.shares import HALF_LIFE_S, WITHIN, Shares
-from router.routing.pod_state import PodState
-from router.routing.types import PodId
+from router.views.pod_state import PodState
+from router.views.types import PodId
 
 MOST = 32
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc.aio
 import orjson
 
-from router.parts import PICKER
 from router.picker.call import Call
 from router.picker.protocol import DESTINATION, ENDPOINTS, HINT, SERVED, SUBSET
 from router.picker.wire import picker_pb2 as wire
-from tests.router.gateway.helpers import Gateway, ScriptedEngine
+from router.startup.parts import PICKER
+from tests.router.rig.helpers import Gateway, ScriptedEngine
 
 PROMPT = "Rome was not built in a day. " * 60
 

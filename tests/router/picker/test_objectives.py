@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from router.parts import DISCOVERY, FLEET, OBJECTIVES, ROOM
-from tests.router.fleet.kube import pod
-from tests.router.fleet.kube_inference import POOL, ScriptedCluster, objective, pool
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, eventually, running
+from router.startup.parts import DISCOVERY, FLEET, OBJECTIVES, ROOM
+from tests.router.kubernetes.kube import pod
+from tests.router.kubernetes.kube_inference import POOL, ScriptedCluster, objective, pool
 from tests.router.picker.proxy import PROMPT, Talk, endpoint, request_body, request_headers, response_headers
+from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, eventually, running
 
 ASKED = {"model": "m", "prompt": PROMPT}
 SETTINGS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.parts import FLEET
 from router.picker.wire import picker_pb2 as wire
-from tests.router.gateway.helpers import Gateway, ScriptedEngine, answers, running, usage_event
+from router.startup.parts import FLEET
 from tests.router.picker.proxy import PROMPT, Talk, request_body, request_headers, response_body, response_headers
+from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, running, usage_event
 
 KEY = "client-key-0123456789"
 AUTHORIZED: Any = {"authorization": f"Bearer {KEY}"}

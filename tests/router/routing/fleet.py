@@ -18,9 +18,9 @@ from functools import partial
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.registry.index import Match, PrefixIndex
-from router.routing.latency import decode_s, prefill_s
-from router.routing.pod_state import PodState
-from router.routing.types import PodId, PodView, Policy, RequestInfo
+from router.views.latency import decode_s, prefill_s
+from router.views.pod_state import PodState
+from router.views.types import PodId, PodView, Policy, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1.07e-9, context_s=7e-8, sequence_s=2e-5)
 STRIDE_TOKENS = 64

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.adapters import HELD_S, LOAD_S, MOST_LOAD_S, AdapterLoads, Adapters
-from router.routing.latency import ENOUGH_OBSERVATIONS
-from router.routing.pod_state import PodState
 from router.routing.policies import PolicyOptions, make_policy
-from router.routing.speeds import SpeedPool
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.adapters import HELD_S, LOAD_S, MOST_LOAD_S, AdapterLoads, Adapters
+from router.views.latency import ENOUGH_OBSERVATIONS
+from router.views.pod_state import PodState
+from router.views.speeds import SpeedPool
+from router.views.types import PodId, PodView, RequestInfo
 
 NAMES = st.sampled_from("abcdef")
 COST = StepCost(base_s=0.005, token_s=1e-4)

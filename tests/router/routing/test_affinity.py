@@ -13,7 +13,7 @@ from engine.contract.load import StepCost
 from router.routing.affinity_groups import AffinityGroups
 from router.routing.policies import make_policy
 from router.routing.shares import TrafficShares
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.types import PodId, PodView, RequestInfo
 
 PODS = [PodView(PodId(f"pod-{i}"), cost=StepCost(token_s=1e-4)) for i in range(8)]
 FIRST = PrefixKey(1)

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.pod_state import PodState
-from router.routing.reported import FRESH_S, STALE_S, Counts
-from router.routing.types import PodId, PodView
+from router.views.pod_state import PodState
+from router.views.reported import FRESH_S, STALE_S, Counts
+from router.views.types import PodId, PodView
 
 
 def busy(requests: int, *, decoding: int = 0, now_s: float = 10.0) -> PodState:

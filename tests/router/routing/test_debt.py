@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.debt import Debts
-from router.routing.parting import Parting
 from router.routing.policies import make_policy
-from router.routing.types import Decision, PodId, PodView, RequestInfo
+from router.views.pod_partition import Parting
+from router.views.types import Decision, PodId, PodView, RequestInfo
 
 KEYS = tuple(PrefixKey(i) for i in range(1, 33))
 

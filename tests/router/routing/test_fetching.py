@@ -18,12 +18,12 @@ from router.routing.fetching import (
     wide_fetch_or_compute_s,
     wide_reaching,
 )
-from router.routing.latency import prefill_s, told_s
-from router.routing.pod_state import PodState
 from router.routing.policies import make_policy
-from router.routing.types import PodId, PodView, RequestInfo
 from router.routing.weights import Weights
-from router.routing.wide import PodTable, WideTiers
+from router.views.latency import prefill_s, told_s
+from router.views.pod_state import PodState
+from router.views.table import PodTable, WideTiers
+from router.views.types import PodId, PodView, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9)
 WEIGHTS = Weights(0.2, 0.5, 0.05, 0.05, 0.05, 0.5)

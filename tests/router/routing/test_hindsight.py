@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.contract.load import StepCost
 from router.routing.hindsight import regret_s, rival_of, wide_rival_of
 from router.routing.policies import PolicyOptions, make_policy
-from router.routing.types import PodId, PodView, RequestInfo, Rival
+from router.views.types import PodId, PodView, RequestInfo, Rival
 
 SECONDS = st.floats(0, 1e3, allow_nan=False)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import StepCost
-from router.routing.parting import EQUAL, LEAST_PART, Gateways, Parting, parted
 from router.routing.policies import make_policy
 from router.routing.predicted_ttft import PredictedTtft
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.pod_partition import EQUAL, LEAST_PART, Gateways, Parting, parted
+from router.views.types import PodId, PodView, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6)
 WORK = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=2)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import PRIOR
-from router.routing.pod_state import PodState
-from router.routing.reported import FRESH_S, STALE_S
-from router.routing.types import PodId, PodView
+from router.views.latency import PRIOR
+from router.views.pod_state import PodState
+from router.views.reported import FRESH_S, STALE_S
+from router.views.types import PodId, PodView
 
 COST = StepCost(base_s=0.005, token_s=1e-4)
 

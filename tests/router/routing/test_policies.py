@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.parting import Parting
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.predicted_ttft import PredictedTtft
-from router.routing.types import PodId, PodScore, PodView, RequestInfo
+from router.views.pod_partition import Parting
+from router.views.types import PodId, PodScore, PodView, RequestInfo
 
 NOW_S = 100.0
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)

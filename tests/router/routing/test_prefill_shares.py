@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.parting import EQUAL, Parting
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares, PrefillShares
 from router.routing.shares import TrafficShares
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.pod_partition import EQUAL, Parting
+from router.views.types import PodId, PodView, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6)
 

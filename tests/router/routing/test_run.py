@@ -12,7 +12,7 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.policies import make_policy
 from router.routing.run import MANY, Run
-from router.routing.types import PodId, PodView, RequestInfo
+from router.views.types import PodId, PodView, RequestInfo
 
 PODS = [PodView(PodId(f"pod-{i}"), cost=StepCost(base_s=0.01, token_s=1e-4)) for i in range(8)]
 COMMON, OWN = 10, 4

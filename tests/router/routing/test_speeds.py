@@ -10,11 +10,11 @@ import statistics
 import pytest
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
-from router.routing.pod_state import PodState
 from router.routing.policies import make_policy
-from router.routing.speeds import PodSpeed, SpeedPool, Speeds
-from router.routing.types import PodId, RequestInfo
+from router.views.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
+from router.views.pod_state import PodState
+from router.views.speeds import PodSpeed, SpeedPool, Speeds
+from router.views.types import PodId, RequestInfo
 
 BASE_S, TOKEN_S = 0.02, 3e-4
 SAME = math.log(1.5)

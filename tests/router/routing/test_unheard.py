@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport, StepCost
-from router.routing.pod_state import PodState
-from router.routing.types import PodId
-from router.routing.unheard import LOST_S, TOLD_S
+from router.views.pod_state import PodState
+from router.views.types import PodId
+from router.views.unheard import LOST_S, TOLD_S
 
 COST = StepCost(base_s=0.01, token_s=1e-4)
 

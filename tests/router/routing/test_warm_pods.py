@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
-from router.routing.pod_state import PodState
 from router.routing.policies import make_policy
-from router.routing.types import Decision, PodId, PodView, RequestInfo
+from router.views.pod_state import PodState
+from router.views.types import Decision, PodId, PodView, RequestInfo
 from tests.router.routing.fleet import STRIDE_TOKENS, Arrival, Fleet
 
 NOW_S = 100.0

@@ -18,12 +18,12 @@ from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCost, FetchCosts
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.registry.index import Match, PrefixIndex
-from router.routing.parting import Parting
-from router.routing.pod_state import PodState
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.routing.predicted_ttft import PredictedTtft
-from router.routing.types import PodId, PodView, Policy, RequestInfo
-from router.routing.wide import PodTable, WidePolicy
+from router.views.pod_partition import Parting
+from router.views.pod_state import PodState
+from router.views.table import PodTable, WidePolicy
+from router.views.types import PodId, PodView, Policy, RequestInfo
 
 STRIDE_TOKENS = 64
 KEYS = [tuple(PrefixKey((name + 1) * 2**56 + i) for i in range(12)) for name in range(3)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.redis_client import connect
+from engine.common.redis_client import connect
 from router.tenants.ledger import SLOTS, Grant, Ledger, Report, fair_share
 from router.tenants.local_ledger import LocalLedger
 from router.tenants.redis_ledger import RedisLedger

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.files import UnusableFile
-from router.make_key import keys_command
+from engine.common.files import UnusableFile
+from router.startup.make_key import keys_command
 from router.tenants.isolation import Isolation, parse_secret
 from router.tenants.tenant import Tenant, TenantKey, TenantLimits
 from router.tenants.tenant_file import TenantFileError, parse_tenants

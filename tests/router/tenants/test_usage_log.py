@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine.contract.files import UnusableFile
+from engine.common.files import UnusableFile
 from router.tenants import usage_log as usage_log_module
 from router.tenants.usage_log import DAY_S, UsageLog
 

@@ -22,7 +22,7 @@ from engine.backend.cuda.kernels.attend import (
     multiplies_wide,
 )
 from engine.backend.cuda.kernels.early import early, follow
-from engine.backend.cuda.step import DecodeTensors
+from engine.backend.cuda.kernels.step import DecodeTensors
 
 PART_TOKENS = 256
 """The least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head. With 4 KV heads

@@ -23,8 +23,8 @@ from engine.backend.cuda.kernels.attend import (
     multiplies_wide,
 )
 from engine.backend.cuda.kernels.early import early, follow
-from engine.backend.cuda.step import PrefillTensors
-from engine.backend.cuda.tiling import Tiling
+from engine.backend.cuda.kernels.step import PrefillTensors
+from engine.backend.cuda.kernels.tiling import Tiling
 
 ROWS = 128
 """Rows (token, query head) of a tile: two warp groups of 64, the least that a wgmma takes, share the keys in shared

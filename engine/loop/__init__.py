@@ -1,0 +1,1 @@
+"""The step loop, its metrics, and the publisher of what it changes."""

@@ -1,0 +1,1 @@
+"""Builds the engine from its settings, starts it and stops it."""

@@ -1,0 +1,462 @@
+"""Choose a pod: match the keys, view the pods, ask the policy, remember the choice, learn from the answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.contract.events import Keys
+from router.choosing.pod_tables import WIDE_FROM, Tables
+from router.choosing.registry_view import RegistryView
+from router.choosing.score_observer import ScoreObserver
+from router.choosing.shadow import Shadows
+from router.edge.errors import RETRY_AFTER_S, NoEngine
+from router.engines.usage import Usage
+from router.fleet.pod import Clock, Pod
+from router.peer_sync.beliefs import Routed
+from router.peer_sync.sent_reports import Telling, Told
+from router.reading.inbound import Inbound
+from router.reading.model_ratios import Estimates
+from router.registry.index import Match, PrefixIndex
+from router.registry.room import Taken
+from router.registry.speculation import Run
+from router.routing.affinity_groups import AffinityGroups
+from router.routing.fetching import add_shared, wide_add_shared
+from router.routing.predicted_ttft import PredictedTtft
+from router.routing.prefill_shares import ModelShares
+from router.routing.shares import TrafficShares
+from router.telemetry.metrics import Metrics
+from router.views.latency import prefill_s
+from router.views.pod_partition import Gateways
+from router.views.table import WidePods, WidePolicy
+from router.views.types import Decision, PodId, PodScore, PodView, Policy, RequestInfo
+
+log = logging.getLogger(__name__)
+
+FALLBACK_POLICY = "bounded_hash"
+INDEX_POLICIES = frozenset(("cache_aware", "predicted_ttft"))
+"""Policies that decide by the index, which tells them nothing once the registry has expired."""
+EXPIRY_CHECK_S = 0.25
+TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
+"""Ratios outside this range come from prompts that are not text (images), and teach nothing about text."""
+NO_MATCH = Match(0)
+MOST_WITH_ADAPTERS = 256
+"""With more pods, a decision ignores which of them have the adapter loaded, since it would have to view each pod."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """The pod chosen for a request, and why. `strides`: leading prefix keys that the pod was believed to hold.
+    `loads_adapter`: the pod has to load the request's adapter, and has room for it."""
+
+    pod: Pod
+    policy: str
+    decision: Decision
+    strides: int
+    loads_adapter: bool = False
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens expected to be reused."""
+        return self.decision.predicted_cached_tokens
+
+
+class ServingPods(Protocol):
+    """The pods to choose among: `router.fleet.fleet.Fleet`, or a simulated fleet."""
+
+    def pods(self, model: str) -> Sequence[Pod]:
+        """Return the pods that take requests for the model, in stable order."""
+        ...
+
+
+class Chooser:
+    """Decides which pod a request goes to. It never awaits, so what it reads and what it records are consistent."""
+
+    def __init__(
+        self,
+        fleet: ServingPods,
+        index: PrefixIndex,
+        registry: RegistryView,
+        make_policies: Callable[[], Mapping[str, Policy]],
+        estimates: Estimates,
+        metrics: Metrics,
+        *,
+        clock: Clock,
+        stride: int,
+        speculation_ttl_s: float,
+        foreign_ttl_s: float,
+        shadows: Shadows | None = None,
+        wide_from: int = WIDE_FROM,
+        telling: Telling | None = None,
+        name: str = "",
+    ) -> None:
+        """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
+        `wide_from`: number of pods from which policies that can do so decide over a table of all pods. `telling`: tells
+        other gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways
+        exchange; random if not given.
+        """
+        self.name = name or uuid.uuid4().hex
+        self.observer: ScoreObserver | None = None
+        self._clock = clock
+        self._fleet = fleet
+        self._index = index
+        self._registry = registry
+        self._make_policies = make_policies
+        self._policies: dict[str, Mapping[str, Policy]] = {}
+        self._shares: dict[str, ModelShares] = {}
+        self._estimates = estimates
+        self._metrics = metrics
+        self._stride = stride
+        self._speculation_ttl_s = speculation_ttl_s
+        self._foreign_ttl_s = foreign_ttl_s
+        self._shadows = shadows
+        self._tables = Tables(index.rooms)
+        self._wide_from = wide_from
+        self._telling = telling
+        notebook = None if telling is None else telling.notebook
+        self._gateways = Gateways("" if notebook is None else f"{notebook.life:x}")
+        self._is_expired = False
+        self._check_at_s = -math.inf
+
+    def choose(self, inbound: Inbound, excluded: Collection[PodId] = ()) -> Choice:
+        """Return the pod for the request. From now on the pod counts as holding the keys. Raises Unavailable."""
+        scores = () if self.observer is None or excluded else self._scores(inbound, self.observer)
+        started_s = time.perf_counter()
+        now_s = self._clock()
+        choice, _, views = self._decide(inbound, excluded, now_s)
+        choice.decision.scores = scores
+        if choice.policy != inbound.policy:
+            self._metrics.fell_back()
+        pod = choice.pod
+        taken = None
+        work_s = prefill_s(pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens)
+        if self._registry.reports(pod.pod_id):
+            self._shares[inbound.model].prefill.sent(work_s)
+        else:
+            tokens = inbound.prompt_tokens + inbound.output_tokens
+            taken = Taken(tokens, inbound.tokens_per_stride, pod.facts.kv_capacity_tokens, pod.facts.block_tokens)
+            self._gateways.sent(work_s, now_s)
+        self.remember(pod.pod_id, inbound.keys, now_s, taken)
+        if inbound.model in pod.facts.adapters:
+            choice.loads_adapter = pod.adapters.loads(inbound.model)
+            pod.adapters.used(inbound.model)
+        self._metrics.decided(time.perf_counter() - started_s)
+        if self._shadows is not None and not excluded:  # a retry is not a new request
+            self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
+        return choice
+
+    def _scores(self, inbound: Inbound, observer: ScoreObserver) -> tuple[PodScore, ...]:
+        """Return every pod's score if the observer wants them."""
+        if not observer.wants_scores():
+            return ()
+        started_s = time.perf_counter()
+        scores = self.explain(inbound)[0].decision.scores
+        observer.scored(time.perf_counter() - started_s)
+        return scores
+
+    def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
+        """Return what `choose` would do, with every pod's score, without side effects. Raises Unavailable."""
+        return self._decide(inbound, (), self._clock(), explain=True)
+
+    def least_ttft_s(self, inbound: Inbound) -> float:
+        """Return the lowest predicted time to the first token over all pods, in seconds, without side effects.
+
+        Raises Unavailable.
+        """
+        now_s = self._clock()
+        pods = self._pods(inbound, ())
+        predictor = self._policies_of(inbound.model)["predicted_ttft"]
+        assert isinstance(predictor, PredictedTtft)
+        if len(pods) >= self._wide_from:
+            return predictor.least_ttft_s(self._info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
+        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
+        return min(predictor.ttfts_s(self._info(inbound, now_s), views))
+
+    def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
+        """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
+
+        That is the time that another pod would need to compute what only those pods hold; 0 if they hold no more than
+        others. A request that waits no longer than this loses at most as much as it could have saved (ski rental). The
+        call has no side effects.
+        """
+        now_s = self._clock()
+        pods = self._fleet.pods(inbound.model)
+        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
+        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        sets, _ = self._index.match_sets(inbound.keys, now_s)
+        there = elsewhere = 0
+        for holders, strides in reversed(sets):  # most strides first; each set is part of the next here
+            if not there and any(pod in without_room and pod in serving for pod in holders):
+                there = strides
+            if not elsewhere and any(pod not in without_room and pod in serving for pod in holders):
+                elsewhere = strides
+            if elsewhere:
+                break
+        if there <= elsewhere:
+            return 0.0
+        if table is None:
+            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
+        else:
+            token_s = table.at(now_s).least_token_s(without_room)
+        return (there - elsewhere) * inbound.tokens_per_stride * token_s
+
+    def _decide(
+        self, inbound: Inbound, excluded: Collection[PodId], now_s: float, *, explain: bool = False
+    ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
+        pods = self._pods(inbound, excluded)
+        policy = self._policy(inbound, now_s)
+        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
+            if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
+                return self._decide_wide(inbound, policy, pods, now_s), pods, ()
+        elif inbound.model in self._tables and not excluded:
+            self._tables.drop(inbound.model)
+        matches = self._index.match(inbound.keys, now_s)
+        views = self._views(inbound, pods, matches, now_s)
+        decision = policy.choose(self._info(inbound, now_s), views, explain=explain)
+        pod = pods[decision.pod]
+        return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
+
+    def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
+        """Decide as `_decide` does, without a view of each pod."""
+        seen, sets = self._seen(inbound, pods, now_s)
+        decision = policy.choose_wide(self._info(inbound, now_s), seen)
+        table = seen.table
+        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
+        return Choice(pods[decision.pod], policy.name, decision, held)
+
+    def _seen(
+        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
+    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
+        """Return the state of the pods, and which of them hold how many strides of the request."""
+        table = self._tables.of(inbound.model, pods)
+        seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
+        sets, tiers = self._index.match_sets(inbound.keys, now_s)
+        for pod_ids, strides in sets:
+            seen.hold(table.rows(pod_ids), min(int(strides * per_stride), prompt_tokens))
+        for pod_id, match in tiers.items():
+            if (row := table.row(pod_id)) is not None:
+                host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+                seen.fetch(row, host_tokens, disk_tokens)
+        wide_add_shared(seen)
+        if self._index.regret:
+            seen.room = table.room
+        return seen, sets
+
+    def undo(self, inbound: Inbound, choice: Choice) -> Keys:
+        """Take back a choice whose request did not run. Return the keys that the pod no longer counts as holding."""
+        return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
+
+    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
+        """Return the object that reports the request to other gateways; None if they need no report."""
+        if self._telling is None:
+            return None
+        return self._telling.of(
+            choice.pod.pod_id,
+            request_id,
+            inbound.keys,
+            prompt_tokens=inbound.prompt_tokens,
+            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
+            output_tokens=inbound.output_tokens,
+        )
+
+    def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
+        """Learn from an answer's token counts: the model's ratios, and whether the pod held what the index said.
+
+        Sets `usage.cached_tokens` to 0 if the engine left it out because there were none.
+        """
+        estimate = self._estimates.of(inbound.model)
+        if usage.completion_tokens and not usage.is_broken:
+            estimate.saw_output(usage.completion_tokens / inbound.answers)
+        if usage.prompt_tokens and inbound.teaches_tokens and inbound.prompt_bytes:
+            low, high = TOKENS_PER_BYTE_RANGE
+            if low < usage.prompt_tokens / inbound.prompt_bytes < high:
+                estimate.saw_prompt(inbound.prompt_bytes, usage.prompt_tokens)
+        if usage.cached_tokens is not None:
+            choice.pod.tells_cached_tokens = True
+        elif usage.is_final and usage.prompt_tokens and choice.pod.tells_cached_tokens:
+            usage.cached_tokens = 0  # vLLM and SGLang leave the count out if it is 0
+        if usage.cached_tokens is not None:
+            if inbound.prompts == 1:  # otherwise the counts include prompts whose keys are not known
+                self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
+            self._metrics.cached(
+                choice.policy,
+                prompt_tokens=usage.prompt_tokens or inbound.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                predicted_tokens=choice.cached_tokens,
+            )
+
+    def _correct(self, inbound: Inbound, choice: Choice, cached_tokens: int, prompt_tokens: int) -> None:
+        """Correct the index by the answer's cached tokens, whether the pod held less or more than predicted.
+
+        The slack allows for cached tokens that come in blocks, and for bytes that do not map evenly to tokens.
+        """
+        held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
+        slack = 2 + choice.strides // 8
+        if abs(held - choice.strides) <= slack:
+            return
+        if choice.pod not in self._fleet.pods(inbound.model):  # the pod has left, and its keys are dropped
+            return
+        if held > choice.strides:
+            tokens = cached_tokens - choice.strides * inbound.tokens_per_stride
+            self._index.was_held(choice.pod.pod_id, inbound.keys, choice.strides, tokens)
+            return
+        self.refute(choice.pod.pod_id, inbound.keys, held, self._clock())
+        if self._telling is not None:
+            self._telling.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
+
+    # -- what pods are believed to hold, from this gateway's requests and from other gateways ------------------
+
+    def remember(self, pod: PodId, keys: Keys, now_s: float, taken: Taken | None = None) -> None:
+        """Count the pod as holding `keys`, since a request with them went there.
+
+        `taken`: the room that the request takes in the cache of a pod that publishes nothing, if not counted before.
+        """
+        self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
+
+    def heard(
+        self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
+    ) -> None:
+        """Count another gateway's request. `request`: the gateway's random number, a dot, the request's number."""
+        now_s = self._clock()
+        predictor = self._policies_of(pod.model).get("predicted_ttft")
+        if isinstance(predictor, PredictedTtft):
+            predictor.sent_elsewhere(pod.pod_id, max(1, uncached_tokens) + output_tokens, now_s)
+        work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
+        self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
+
+    def taken(self, pod: Pod, routed: Routed) -> Taken:
+        """Return the cache room that another gateway's request takes on the pod, from what that gateway reports.
+
+        A prompt of k keys is between k and k + 1 strides long. That bounds the tokens of a key, whatever this gateway
+        has learnt of the model. A gateway that has just started has learnt nothing, and reads the requests of the last
+        minute. If it counted 64 tokens for a key of 107, the other 43 would count anew for every request with the same
+        key. Half of what the pod holds would then be dropped for lack of room.
+        """
+        facts, strides = pod.facts, len(routed.keys)
+        key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
+        key_tokens = max(key_tokens, routed.prompt_tokens / (strides + 1))
+        if strides:
+            key_tokens = min(key_tokens, routed.prompt_tokens / strides)
+        tokens = routed.prompt_tokens + routed.output_tokens
+        return Taken(tokens, max(1.0, key_tokens), facts.kv_capacity_tokens, facts.block_tokens)
+
+    def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+        """Drop those of `keys` from the pod that were last used at `used_at_s` or before."""
+        self._index.unbelieve(pod, keys, used_at_s)
+
+    def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
+        """Record that the pod had held only `held_strides` of `keys`. It holds all now, since it has computed them."""
+        self._index.refute(pod, keys, held_strides, now_s)
+        self.remember(pod, keys, now_s)
+
+    def tell_forgotten(self, pod: PodId, *, is_sure: bool) -> None:
+        """Tell the other gateways that this one has dropped all keys of the pod. `is_sure`: see Telling."""
+        if self._telling is not None:
+            self._telling.forgotten(pod, is_sure=is_sure)
+
+    def forget(self, pod: PodId, at_s: float) -> None:
+        """Drop the keys that the pod has not reported, except those of requests after `at_s`."""
+        self._index.forget_until(pod, at_s)
+
+    def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
+        """Take over what another gateway believes that the pod holds."""
+        self._index.believe(pod, runs, now_s, self._ttl_s(pod))
+
+    def believed(self, pod: PodId) -> Sequence[Run]:
+        """Return what this gateway believes that the pod holds, for other gateways."""
+        return self._index.believed(pod)
+
+    def _ttl_s(self, pod: PodId) -> float:
+        if self._registry.reports(pod):
+            return self._speculation_ttl_s
+        return math.inf if self._index.capacity_is_told(pod) else self._foreign_ttl_s
+
+    def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
+        pods: Sequence[Pod] = self._fleet.pods(inbound.model)
+        if excluded:
+            pods = [pod for pod in pods if pod.pod_id not in excluded]
+        if not pods:
+            raise NoEngine(inbound.model, retry_after_s=RETRY_AFTER_S)
+        return pods
+
+    def shares(self) -> Mapping[str, ModelShares]:
+        """Return the shares that gateways exchange, by model."""
+        return dict(self._shares)
+
+    def traffic_shares(self) -> dict[str, TrafficShares]:
+        """Return the counters behind the policy `affinity_groups`, by model."""
+        groups = {model: policies.get("affinity_groups") for model, policies in self._policies.items()}
+        return {model: policy.shares for model, policy in groups.items() if isinstance(policy, AffinityGroups)}
+
+    def _policy(self, inbound: Inbound, now_s: float) -> Policy:
+        if now_s >= self._check_at_s:
+            self._check_at_s = now_s + EXPIRY_CHECK_S
+            expired = self._registry.expired
+            if expired != self._is_expired:
+                log.warning("registry: %s", "expired, routing by bounded_hash" if expired else "back in use")
+            self._is_expired = expired
+        return self._policies_of(inbound.model)[self._in_force(inbound.policy)]
+
+    def _policies_of(self, model: str) -> Mapping[str, Policy]:
+        policies = self._policies.get(model)
+        if policies is None:
+            policies = self._policies[model] = self._make_policies()
+            groups = policies.get("affinity_groups")
+            traffic = groups.shares if isinstance(groups, AffinityGroups) else None
+            self._shares[model] = ModelShares(self.name, traffic)
+        return policies
+
+    def _in_force(self, policy: str) -> str:
+        return FALLBACK_POLICY if self._is_expired and policy in INDEX_POLICIES else policy
+
+    def _views(
+        self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
+    ) -> list[PodView]:
+        per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
+        index = self._index
+        views: list[PodView] = []
+        last, tokens = NO_MATCH, 0
+        for pod in pods:
+            match = matches.get(pod.pod_id, NO_MATCH)
+            if match is not last:  # pods that hold equally many strides share one Match
+                last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
+            view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
+            if match.host_strides or match.disk_strides:
+                view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
+                view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
+            views.append(view)
+        if matches and any([view.fetch.shared.token_s for view in views]):  # noqa: C419 - see `reaching`
+            add_shared(views)
+        if index.regret:
+            room_of = index.rooms.of
+            for view in views:
+                view.room_tokens = room_of(view.pod_id)
+        if _is_adapter(inbound, pods):
+            for pod, view in zip(pods, views, strict=True):
+                view.adapter_s = pod.adapters.setup_s(inbound.model, pod.state.speed.pool.adapter_loads.seconds)
+        return views
+
+    def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
+        parting = self._gateways.parting(now_s)
+        if parting is None and (shares := self._shares.get(inbound.model)) is not None:
+            parting = shares.prefill.parting(now_s)
+        return RequestInfo(
+            inbound.keys,
+            inbound.prompt_tokens,
+            now_s,
+            inbound.output_tokens,
+            parting,
+            self._index.regret,
+            inbound.session,
+        )
+
+
+def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
+    """Whether the model is an adapter that engines list. All of its pods list it, or none does."""
+    return inbound.model in pods[0].facts.adapters

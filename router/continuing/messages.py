@@ -1,0 +1,129 @@
+"""Get the rest of a stream of `/v1/messages` from another pod: from our engine by that API, from a vLLM as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from engine.common.sse import named_event
+from engine.contract.requests import ANSWER_SO_FAR, Endpoint
+from router.continuing.as_chat import ChatToMessage, asked_as_chat, chat_of
+from router.continuing.continuations import EventRewriter, Json, Rewriter, Way, is_rendered_as_is, takes_so_far
+from router.continuing.transcript import Said
+from router.continuing.transcript_messages import MessageSaid
+
+_FREE = frozenset(
+    (
+        *("model", "messages", "system", "max_tokens", "stream", "temperature", "top_p", "top_k", "min_p", "seed"),
+        *(
+            "repetition_penalty",
+            "stop_sequences",
+            "stop_token_ids",
+            "ignore_eos",
+            "logit_bias",
+            "cache_salt",
+            "cache_control",
+        ),
+        *("chat_template_kwargs", "tools", "metadata", "service_tier"),
+    )
+)
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "output_config": ({},),
+    "mcp_servers": ([],),
+}
+
+
+class MessageApi:
+    """See Api."""
+
+    free = _FREE
+    only = _ONLY
+    stop = "stop_sequences"
+
+    def way_of(self, card: Mapping[str, Any], fields: Mapping[str, Any], said: Said) -> Way | None:
+        """See Api."""
+        if takes_so_far(card):
+            return Way.SO_FAR
+        is_able = card.get("owned_by") == "vllm" and is_rendered_as_is(said.text) and chat_of(fields) is not None
+        return Way.MESSAGE if is_able else None
+
+    def path(self, way: Way) -> Endpoint:
+        """See Api."""
+        return Endpoint.CHAT if way is Way.MESSAGE else Endpoint.MESSAGES
+
+    def asked(self, fields: Mapping[str, Any], said: Said, way: Way) -> Json:
+        """See Api."""
+        assert isinstance(said, MessageSaid)
+        return asked_as_chat(fields, said) if way is Way.MESSAGE else {**fields, ANSWER_SO_FAR: said.text}
+
+    def ending(self, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+        """See Api. The prompt's tokens are those in the first event."""
+        assert isinstance(said, MessageSaid)
+        if said.is_done:
+            return b""
+        if said.finish:
+            return _event({"type": "message_stop"}) if said.has_usage else None
+        most = fields.get("max_tokens")
+        if type(most) is not int or not said.begun_usage or not (said.is_full or said.made >= max(1, most)):
+            return None
+        closing = _closing(said)
+        usage = {**said.begun_usage, "output_tokens": max(said.made, most)}
+        why = {"stop_reason": "max_tokens", "stop_sequence": None}
+        return (
+            closing + _event({"type": "message_delta", "delta": why, "usage": usage}) + _event({"type": "message_stop"})
+        )
+
+    def rewriter(self, said: Said, way: Way, prompt_tokens: int | None) -> Rewriter:
+        """See Api. Our engine counts the text so far as generated."""
+        assert isinstance(said, MessageSaid)
+        return ChatToMessage(said, prompt_tokens) if way is Way.MESSAGE else MessageRewriter(said)
+
+
+class MessageRewriter(EventRewriter):
+    """See Rewriter. It continues the block of text that the client reads, and closes it before any other block."""
+
+    def __init__(self, said: MessageSaid) -> None:
+        super().__init__()
+        self._has_start = bool(said.head)
+        self._open = _closing(said)
+        """The event that closes the block that the client reads; empty if there is none."""
+        self._goes_on = False
+        """Whether the engine's first block is the rest of that block."""
+        self._shift = 0
+        """Difference between a block's index for the client and in the engine's answer."""
+
+    def _event(self, event: Json, data: bytes) -> bytes:
+        kind = event["type"]
+        if kind == "message_start" and self._has_start:
+            return b""
+        before = b""
+        if self._open and not self._goes_on:
+            if kind == "content_block_start":
+                if event["content_block"].get("type") == "text":
+                    self._goes_on = True
+                    return b""
+                before, self._shift = self._close(), 1
+            elif kind == "message_delta":
+                before = self._close()
+        elif self._goes_on and kind == "content_block_stop":
+            self._goes_on, self._open = False, b""
+        if self._shift and isinstance(event.get("index"), int):
+            event["index"] += self._shift
+        return before + _event(event)
+
+    def _close(self) -> bytes:
+        closing, self._open = self._open, b""
+        return closing
+
+
+def _closing(said: MessageSaid) -> bytes:
+    """Return the event that closes the block that the client reads; empty if there is none."""
+    return _event({"type": "content_block_stop", "index": 0}) if said.is_open and not said.is_closed else b""
+
+
+def _event(event: Json) -> bytes:
+    return named_event(event["type"], orjson.dumps(event))

@@ -1,0 +1,1 @@
+"""Clients' connections: TLS, bounds, keys, bodies, headers, and the errors that clients see."""

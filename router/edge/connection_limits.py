@@ -1,0 +1,397 @@
+"""Bound clients' connections, below the requests: how many are open, and how long each may keep the gateway waiting.
+
+aiohttp hands a request over once its head is complete, and counts an answer as sent once it is in the socket's buffer.
+This module bounds what happens before and after. It overrides methods of aiohttp's protocol that aiohttp documents or
+that asyncio calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_exceptions import HttpProcessingError
+
+from engine.contract.errors import ApiError, BadRequest, Unavailable
+from router.edge.client_keys import OPEN_PATHS
+from router.edge.errors import RETRY_AFTER_S, RequestTimeout, error_response, fault_of
+from router.edge.fifo import Gate
+from router.edge.handshake import Handshake
+from router.fleet.lack import Lacks
+
+log = logging.getLogger(__name__)
+
+EXTRA = 64
+"""Connections beyond the bound that get an answer: a 503, except at OPEN_PATHS. Any more are closed at once."""
+SPARE_DESCRIPTORS = 16
+"""The last free descriptors: once only these are left, new clients are refused."""
+OWN_DESCRIPTORS = 128
+"""Descriptors kept for other uses than clients' connections and those to engines on their behalf."""
+EXTRA_HEAD_S = 1.0
+LINGER_S = 5.0
+"""Seconds for which a refused body is read and dropped, so that the client gets to see the answer."""
+LEAST_DROPPED_BYTES = 2**20
+"""At least this many bytes of a refused body are dropped, however low the bound on bodies is. A client may send that
+many before it sees the answer."""
+CLOSING_S = 5.0
+"""Seconds in which the client may take the rest of its last answer before the connection is cut."""
+LONGEST_LOOK_S = 0.5
+"""Longest time between two looks for late connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Bounds for clients' connections. Times are in seconds."""
+
+    max_connections: int
+    head_s: float
+    """From the first byte of a request to the end of its head."""
+    idle_s: float
+    """Longest time without a request."""
+    write_s: float
+    """Longest time to send an answer that the gateway makes itself."""
+    descriptors: int
+    """File descriptors that the process may have open."""
+    dropped_bytes: int
+    """Most bytes of a refused body that are read and dropped."""
+
+
+class Guest(Protocol):
+    """A connection, as the door sees it."""
+
+    why_extra: str
+    """Why only OPEN_PATHS are served here; empty if every path is."""
+
+    def cut_if_late(self, now_s: float) -> str | None:
+        """Cut the connection if it is late. Return why; None if it was not cut."""
+
+
+class Door:
+    """The connections that are open."""
+
+    def __init__(self, limits: DoorLimits, lacks: Lacks) -> None:
+        self.limits = limits
+        self.connections: set[Guest] = set()
+        self.gate = Gate()
+        self.refused: Counter[str] = Counter()
+        """Connections that were cut or refused, by reason."""
+        self._lacks = lacks
+
+    def admit(self, connection: Guest, descriptor: int) -> bool:
+        """Count a new connection. Return False if there are too many and the caller must close it.
+
+        A new descriptor is the lowest free number, so a high number shows that all below it are taken. The door has to
+        notice a shortage early: at the last descriptor, the event loop would silently close new connections.
+        """
+        if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
+            self._lacks.note("EMFILE")
+        limit = self.limits.max_connections
+        count = len(self.connections)
+        if count >= limit + EXTRA:
+            self.refused["connections"] += 1
+            return False
+        connection.why_extra = "short" if self._lacks.is_short else "connections" if count >= limit else ""
+        self.connections.add(connection)
+        return True
+
+    def head_s(self, connection: Guest) -> float:
+        """Return the seconds that the connection's next step, the handshake or a request's head, may take."""
+        return min(self.limits.head_s, EXTRA_HEAD_S) if connection.why_extra else self.limits.head_s
+
+    async def watch(self) -> None:
+        """Cut late connections, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        pause_s = min(LONGEST_LOOK_S, self.limits.head_s / 4)
+        while True:
+            await asyncio.sleep(pause_s)
+            now_s = clock()
+            for connection in list(self.connections):
+                if (why := connection.cut_if_late(now_s)) is not None:
+                    self.refused[why] += 1
+
+
+class Connection(web.RequestHandler):
+    """One connection of a client."""
+
+    __slots__ = (
+        *("_body", "_closing_since_s", "_door", "_head_since_s", "_held", "_is_busy", "_socket", "_to_drop"),
+        "why_extra",
+    )
+
+    def __init__(self, server: DoorServer, door: Door, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._door = door
+        self._socket: asyncio.Transport | None = None
+        self._head_since_s: float | None = None
+        self._closing_since_s: float | None = None
+        self._is_busy = False
+        self._to_drop: int | None = None
+        """Bytes of a refused body that may still be read; None if no body was refused."""
+        self._body: StreamReader | None = None
+        self._held: list[bytes] = []
+        """Data that came while the connection waits for a place in the gate."""
+        self.why_extra = ""
+        """See Guest."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        socket = cast(asyncio.Transport, transport)
+        if not self._door.admit(self, socket.get_extra_info("socket").fileno()):
+            socket.abort()
+            return
+        self._socket = socket
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See asyncio.Protocol."""
+        self._door.connections.discard(self)
+        self._held = []
+        self.leave_gate()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol. aiohttp calls this without data, to go on with the data that it has."""
+        if self._socket is None:
+            return
+        if self._to_drop is not None and data:
+            self._to_drop -= len(data)
+            if self._to_drop < 0:
+                self._door.refused["body"] += 1
+                self._cut()
+            else:
+                super().data_received(data)
+        elif not data:
+            super().data_received(data)
+        elif self._held or not self._door.gate.enter(self, len(data)):
+            if self._held:  # not earlier: a paused connection does not report its end
+                self._socket.pause_reading()
+            self._held.append(data)
+        else:
+            self._read(data)
+
+    def come_in(self) -> None:
+        """See Visitor."""
+        data, self._held = b"".join(self._held), []
+        if self._socket is None or self._socket.is_closing():
+            self.leave_gate()
+            return
+        self._socket.resume_reading()
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Read data. The connection keeps its place in the gate only if the data completes a head or a body: otherwise
+        this process has no work to do."""
+        if self._is_busy:
+            missing = self._body is not None and not self._body.is_eof()
+            super().data_received(data)
+            keeps = missing and self._body is not None and self._body.is_eof()
+        else:
+            if self._head_since_s is None and data not in _NO_HEAD:
+                self._head_since_s = self._loop.time()
+            super().data_received(data)
+            keeps = bool(self._messages)
+        if not keeps:
+            self.leave_gate()
+
+    def leave_gate(self) -> None:
+        """Give back the place in the gate, so that the next request is read."""
+        self._door.gate.leave(self)
+
+    def request_began(self, body: StreamReader) -> None:
+        """Note that the head of a request is complete."""
+        self._head_since_s = None
+        self._is_busy = True
+        self._body = body
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
+        if not request.content.is_eof():
+            self._to_drop = self._door.limits.dropped_bytes
+        try:
+            if resp is not None and resp.prepared:
+                return await super().finish_response(request, resp, start_time)
+            async with asyncio.timeout(self._door.limits.write_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            self._door.refused["write"] += 1
+            self._cut()
+            return resp, True
+        finally:
+            self._is_busy = False
+            self._body = None
+            self.leave_gate()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answer as aiohttp does, but in the API's format and without the parts of the request that aiohttp quotes."""
+        super().handle_error(request, status, exc, message)
+        if isinstance(exc, HttpProcessingError):
+            error: ApiError = BadRequest(f"the request is not valid HTTP: {fault_of(exc)}")
+        else:
+            error = ApiError("internal error of the gateway")
+        response = error_response(error, status=status)
+        response.force_close()
+        return response
+
+    def refuse(self) -> ApiError:
+        """Count this client as refused, and return the error that tells it to try again."""
+        self._door.refused[self.why_extra] += 1
+        is_short = self.why_extra == "short"
+        why = "the gateway is short of descriptors or memory" if is_short else "too many connections are open"
+        return Unavailable(f"{why}: try again", code="overloaded", retry_after_s=RETRY_AFTER_S)
+
+    def cut_if_late(self, now_s: float) -> str | None:
+        """See Guest."""
+        assert self._socket is not None
+        if self._socket.is_closing():
+            if self._closing_since_s is None:
+                self._closing_since_s = now_s
+            elif now_s - self._closing_since_s > CLOSING_S:
+                self._cut()
+                return "closing"
+            return None
+        if self._head_since_s is not None and now_s - self._head_since_s > self._door.head_s(self):
+            self._socket.write(_LATE_HEAD)
+            self.force_close()
+            return "head"
+        return None
+
+    def _cut(self) -> None:
+        if self._socket is not None:
+            self._socket.abort()
+
+
+_NO_HEAD = (b"", b"\r\n")
+"""Data that begins no head: some clients send a stray line end after a body."""
+
+
+def _raw(error: ApiError, reason: str) -> bytes:
+    body = error.body()
+    head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + body
+
+
+_LATE_HEAD = _raw(RequestTimeout("the request's head did not arrive in time"), "Request Timeout")
+
+
+def want_descriptors(connections: int) -> None:
+    """Raise the process's limit of open descriptors, as far as allowed, to what `connections` may need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 2 * connections + OWN_DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections(wanted: int, descriptors: int) -> int:
+    """Return how many connections may be open: each may need one to an engine too. Log it if fewer than `wanted`."""
+    possible = max(1, (descriptors - OWN_DESCRIPTORS) // 2)
+    if possible < wanted:
+        log.warning(
+            "--max-connections %d is cut to %d: the process may have %d file descriptors (ulimit -n), and a connection "
+            "may need two",
+            *(wanted, possible, descriptors),
+        )
+    return min(wanted, possible)
+
+
+class DoorServer(web.Server):
+    """aiohttp's server, with connections that pass through a Door."""
+
+    def __init__(self, plain: web.Server, door: Door, tls: ssl.SSLContext | None, **options: Any) -> None:
+        """`plain`: the server that aiohttp made for the application."""
+        begin = plain.request_factory
+
+        def make(message: Any, payload: Any, protocol: Any, writer: AbstractStreamWriter, task: Any) -> web.BaseRequest:
+            protocol.request_began(payload)
+            return begin(message, payload, protocol, writer, task)
+
+        super().__init__(plain.request_handler, request_factory=make, handler_cancellation=plain.handler_cancellation)
+        self._door = door
+        self._tls = tls
+        self._options = {**options, "loop": asyncio.get_running_loop()}
+
+    def __call__(self) -> Any:
+        """Return the protocol for a new connection."""
+        return self._connection() if self._tls is None else Handshake(self._door, self._tls, self._connection)
+
+    def _connection(self) -> Connection:
+        return Connection(self, self._door, **self._options)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Shut down as aiohttp does, after ending the handshakes, which aiohttp does not see."""
+        for guest in list(self._door.connections):
+            if isinstance(guest, Handshake):
+                guest.end()
+        await super().shutdown(timeout)
+
+
+class DoorRunner(web.AppRunner):
+    """Serves an application through a Door. The application runs `Door.watch`."""
+
+    __slots__ = ("_door", "_options", "tls")
+
+    def __init__(
+        self,
+        app: web.Application,
+        door: Door,
+        *,
+        shutdown_timeout: float,
+        logger: logging.Logger,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: used after a client is admitted, so the runner's sites must be plain ones even with TLS."""
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+        self._door = door
+        self.tls = tls
+        self._options: dict[str, Any] = {
+            "access_log": None,
+            "logger": logger,
+            "keepalive_timeout": door.limits.idle_s,
+            "lingering_time": LINGER_S,
+            "auto_decompress": False,  # bodies are inflated in slices, when they are needed
+        }
+
+    async def _make_server(self) -> web.Server:
+        return DoorServer(await super()._make_server(), self._door, self.tls, **self._options)
+
+
+@web.middleware
+async def refuse_extra(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """On connections beyond the bound, serve only OPEN_PATHS, and only one request each."""
+    connection = request.protocol
+    if not isinstance(connection, Connection) or not connection.why_extra:
+        return await handler(request)
+    response = (
+        await handler(request) if request.path in OPEN_PATHS else error_response(connection.refuse(), path=request.path)
+    )
+    response.force_close()
+    return response
+
+
+def leaving_gate(request: web.Request) -> Callable[[], None]:
+    """Return a function to call when this request waits or is sent: it lets the next request be read. It may be called
+    again."""
+    protocol = request.protocol
+    return protocol.leave_gate if isinstance(protocol, Connection) else _nothing
+
+
+def leave_gate(request: web.Request) -> None:
+    """Let the next request be read."""
+    leaving_gate(request)()
+
+
+def _nothing() -> None:
+    """Do nothing, for a request that came through no door."""

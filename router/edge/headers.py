@@ -1,0 +1,164 @@
+"""Select the headers that pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1.
+
+Cookies pass in neither direction: a browser sends those of every service on the same host, and an engine could set
+cookies for all of them. Headers that name the client (X-Forwarded-*, Forwarded, X-Real-IP) go to no engine, and the
+gateway does not trust them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from multidict import CIMultiDict, MultiMapping
+
+from engine.common.api_keys import KeyFileError
+from engine.common.otel.w3c import TRACEPARENT, TRACESTATE
+from engine.contract import headers
+from router.fleet.pod import Pod
+
+RawFields = Sequence[tuple[bytes, bytes]]
+MAX_REQUEST_ID_CHARS = 128
+
+_HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
+) | {"transfer-encoding", "upgrade"}
+_WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
+    f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
+}
+# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`.
+_REQUEST_ONLY = (
+    _HOP_BY_HOP
+    | _WHO_ASKS
+    | {
+        "host",
+        "content-length",
+        "content-encoding",
+        "expect",
+        headers.DATA_PARALLEL_RANK,
+        headers.POLICY,
+        headers.PRIORITY,
+        headers.REQUEST_ID,
+        headers.TTFT_SLO,
+    }
+)
+_FOR_GATEWAYS = frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.PRIORITY, headers.TTFT_SLO))
+CACHE_FACTS = frozenset(
+    (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
+)
+"""Headers about caches or pods. Engines send some of them, the gateway the others."""
+_RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", "set-cookie", "set-cookie2", headers.POD, headers.REQUEST_ID}
+
+
+def request_id(incoming: Mapping[str, str]) -> str:
+    """Return the client's id for the request in printable ASCII, or a new id.
+
+    Log lines and headers cannot hold arbitrary bytes.
+    """
+    given = incoming.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID_CHARS]
+    if not (given.isascii() and given.isprintable()):
+        given = "".join(char if char.isascii() and char.isprintable() else "?" for char in given)
+    return given or f"{random.getrandbits(128):032x}"
+
+
+class UpstreamHeaders:
+    """Makes the headers that engines get."""
+
+    def __init__(self, *, passes_authorization: bool) -> None:
+        """`passes_authorization`: whether clients' credentials are for the engines and not for the gateway."""
+        own = set() if passes_authorization else {"authorization", headers.API_KEY}
+        self._own = frozenset(own)
+        self._dropped = frozenset(name.encode() for name in _REQUEST_ONLY | own)
+        self._dropped_with_session = self._dropped | {headers.SESSION.encode()}
+        self._traced = {
+            dropped: dropped | {TRACEPARENT.encode(), TRACESTATE.encode()}
+            for dropped in (self._dropped, self._dropped_with_session)
+        }
+        self._shown: dict[str, bytes] = {}
+        """Credentials by the name of the key; the key for all other engines has an empty name."""
+        self._credentials: dict[str, dict[str, str]] = {}
+
+    def use_key(self, keys: Sequence[str], name: str = "") -> None:
+        """From now on send this one key to the engines that need the key `name`. If `name` is empty, send it to those
+        that name no key.
+
+        Raises KeyFileError unless `keys` has exactly one.
+        """
+        if len(keys) != 1:
+            raise KeyFileError(f"{name or '--engine-api-key-file'} must hold one key, not {len(keys)}")
+        credentials = {"Authorization": f"Bearer {keys[0]}"}
+        self._credentials[name] = credentials
+        self._shown[name] = b"".join(f"{field}: {value}\r\n".encode() for field, value in credentials.items())
+
+    def credentials_of(self, key: str) -> Mapping[str, str]:
+        """Return the gateway's own credentials for engines that want the key of that name."""
+        return self._credentials.get(key) or self._credentials.get("", {})
+
+    def changes(
+        self, request_id: str, pod: Pod, session_id: str | None, trace: bytes | None = None
+    ) -> tuple[dict[str, str], frozenset[str]]:
+        """Return the fields that another proxy sets in a request that it passes on to `pod`, and those it removes.
+
+        The parameters are those of `of`.
+        """
+        fields = {headers.REQUEST_ID: request_id, **self.credentials_of(pod.key)}
+        if session_id is not None:
+            fields[headers.SESSION] = session_id
+        for line in ((trace or b"") + pod.rank_field).decode().splitlines():
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        return fields, (_FOR_GATEWAYS | self._own) - {name.lower() for name in fields}
+
+    def of(
+        self,
+        incoming: RawFields,
+        request_id: str,
+        pod: Pod | None = None,
+        session_id: str | None = None,
+        trace: bytes | None = None,
+    ) -> bytes:
+        """Return the header fields that go to `pod`, with its key and rank, for a request that came with `incoming`.
+
+        `session_id` replaces the client's. `trace`: whole fields that replace the client's trace; None: that passes.
+        """
+        dropped = self._dropped if session_id is None else self._dropped_with_session
+        if trace is not None:
+            dropped = self._traced[dropped]
+        names = [name.lower() for name, _ in incoming]
+        if b"connection" in names:
+            said = [
+                value.decode("latin-1")
+                for name, (_, value) in zip(names, incoming, strict=True)
+                if name == b"connection"
+            ]
+            dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
+        lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
+        lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
+        if session_id is not None:
+            lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())
+        if trace is not None:
+            lines.append(trace)
+        if pod is not None:
+            lines.append(self._shown.get(pod.key) or self._shown.get("", b""))
+            lines.append(pod.rank_field)
+        return b"".join(lines)
+
+
+def answer_headers(upstream: MultiMapping[str], *, tells_cache: bool = True) -> CIMultiDict[str]:
+    """Return the engine's headers that the client gets. `tells_cache`: include those about pods and caches."""
+    return _copy(upstream, _RESPONSE_ONLY if tells_cache else _RESPONSE_ONLY | CACHE_FACTS)
+
+
+def _copy(source: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in source:
+        dropped |= _next_hop_only(source.getall("Connection"))
+    return CIMultiDict([(name, value) for name, value in source.items() if name.lower() not in dropped])
+
+
+def _next_hop_only(connection: Iterable[str]) -> set[str]:
+    """Return the fields, in lower case, that the values of `Connection` name."""
+    named: set[str] = set()
+    for value in connection:
+        if value.lower() not in ("keep-alive", "close"):
+            named |= {name.strip().lower() for name in value.split(",")}
+    return named

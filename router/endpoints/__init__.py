@@ -1,0 +1,1 @@
+"""What each path does, from a request's bytes to its record."""

@@ -1,0 +1,121 @@
+"""Requests to read, list, cancel or delete a response that an engine keeps: each goes to the pod with the response."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import partial
+
+from aiohttp import web
+
+from engine.contract.errors import ApiError, Unavailable, quoted
+from router.edge.admission import Admission
+from router.edge.client_keys import client_of, tenant_of
+from router.edge.connection_limits import leave_gate
+from router.edge.errors import RETRY_AFTER_S, error_response
+from router.edge.headers import request_id
+from router.fleet.fleet import Fleet
+from router.forwarding.conversations import NotKept
+from router.forwarding.exchange import Exchange
+from router.forwarding.proxy import Proxy
+from router.forwarding.recorder import Recorder
+from router.reading.inbound import Inbound, check_allowed, inbound_by_load
+from router.stored.places import Place, Places
+from router.tenants.tenant import Tenant
+from router.views.types import PodId
+
+RESPONSE = "/v1/responses/{id}"
+CANCEL = f"{RESPONSE}/cancel"
+INPUT_ITEMS = f"{RESPONSE}/input_items"
+STORED = (("GET", RESPONSE), ("DELETE", RESPONSE), ("POST", CANCEL), ("GET", INPUT_ITEMS))
+"""Methods and paths. vLLM has the first and the third; a pod answers with an error for a path that it does not know."""
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+class Stored:
+    """Answers requests for one response. They compute nothing, so they skip queues and tenants' limits."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        fleet: Fleet,
+        places: Places,
+        proxy: Proxy,
+        recorder: Recorder,
+        policy: str,
+        total_timeout_s: float,
+    ) -> None:
+        """`policy`: the name under which these requests are counted, though no policy decides."""
+        self._admission = admission
+        self._fleet = fleet
+        self._places = places
+        self._proxy = proxy
+        self._recorder = recorder
+        self._policy = policy
+        self._total_timeout_s = total_timeout_s
+        self._clock = asyncio.get_running_loop().time
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Return the pod's answer; 404 if the response is unknown or its pod is gone. The body is not read."""
+        now_s = self._clock()
+        exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
+        route = request.match_info.route.resource
+        assert route is not None
+        pattern = route.canonical
+        try:
+            with self._admission.request() as admitted:
+                leave_gate(request)
+                name = request.match_info["id"]
+                place = await self._place(name, exchange.tenant)
+                inbound = exchange.inbound = self._inbound(request, pattern, name, place)
+                response = await self._proxy.forward(request, exchange, inbound, admitted)
+            exchange.status = exchange.status or response.status
+            if request.method == "DELETE" and exchange.status == 200:
+                self._places.forget(name)
+            return response
+        except ApiError as error:
+            self._recorder.refused(exchange, error)
+            return error_response(error, exchange.request_id, path=request.path)
+        except asyncio.CancelledError:
+            exchange.client_left()
+            raise
+        finally:
+            self._recorder.ended(exchange, pattern, partial(client_of, request))
+
+    async def _place(self, name: str, tenant: Tenant) -> Place:
+        """Return the place of the response. Raises NotKept, worded alike if it is unknown or another tenant's."""
+        place = await self._places.find(name) if _ID.fullmatch(name) else None
+        if place is None or place.tenant != tenant.name:
+            raise _not_found(name, "it is unknown here, was deleted, or was forgotten")
+        check_allowed(tenant, place.model)
+        return place
+
+    def _inbound(self, request: web.Request, pattern: str, name: str, place: Place) -> Inbound:
+        """Return the request to the pod. Raises NotKept if the pod is gone, Unavailable if it is away."""
+        pod = self._fleet.pod(PodId(place.pod))
+        if pod is None:
+            raise _not_found(name, "the engine that had it is gone")
+        if pod not in self._fleet.pods(place.model):
+            raise Unavailable(
+                f"the engine that has response {quoted(name)} takes no requests at the moment: try again",
+                param="response_id",
+                code="no_engine",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        query = request.rel_url.raw_query_string
+        path = pattern.replace("{id}", name) + (f"?{query}" if query else "")
+        return inbound_by_load(
+            endpoint=f"{request.method} {pattern}",
+            model=place.model,
+            policy=self._policy,
+            prompt_tokens=1,
+            tokens_per_stride=1.0,
+            output_tokens=1,
+            body=b"",
+            only=pod.pod_id,
+            resource=(request.method, path),
+        )
+
+
+def _not_found(name: str, why: str) -> NotKept:
+    return NotKept(f"Response with id {quoted(name)} not found: {why}", param="response_id", code="response_not_found")

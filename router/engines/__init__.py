@@ -1,0 +1,1 @@
+"""One call to one engine, and what its answer means."""

@@ -1,0 +1,1 @@
+"""One request on its way: wait, attempt, retry, hedge, relay, record."""

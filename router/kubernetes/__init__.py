@@ -1,0 +1,1 @@
+"""Pods and InferencePools as Kubernetes lists them."""

@@ -1,0 +1,423 @@
+"""Read a request once: the facts needed to choose a pod, and the bytes to forward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from engine.contract import headers
+from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
+from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
+from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
+from engine.contract.responses import kept_by_engine
+from router.edge.errors import RETRY_AFTER_S, SCALING_RETRY_AFTER_S, NoEngine
+from router.fleet.fleet import Fleet
+from router.fleet.probe import ServedModel
+from router.reading.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
+from router.reading.fields import body_of, with_fields
+from router.reading.hints import session_of
+from router.reading.model_ratios import Estimates
+from router.reading.named_cache import FIELD, NamesCache
+from router.reading.names import Names, first_words, not_allowed
+from router.reading.upload import Upload
+from router.tenants.isolation import Isolation
+from router.tenants.tenant import DEFAULT, Tenant
+from router.views.types import PodId
+
+MEDIA_TOKENS = 1024
+"""Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about their number. An image becomes
+576 tokens in LLaVA 1.5, and 256 to 1,280 in Qwen2-VL with its authors' bounds. A megapixel becomes 4,096 in Pixtral."""
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
+LOWEST_PRIORITY = -9
+"""Lowest priority of a request. Requests below 0 are the first to be refused under overload."""
+_NUMBER = re.compile(r"-?[0-9]{1,6}")
+
+
+@dataclass(slots=True)
+class Inbound:
+    """A request that the gateway accepted. Bytes are canonical bytes (engine/contract/PREFIX_KEYS.md), not the body's.
+
+    Never changed, but not frozen, since freezing costs a microsecond. The same holds for all objects made per request.
+    """
+
+    endpoint: str
+    """The path: an `Endpoint`, or another path whose pods are chosen by load."""
+    model: str
+    """The model that is served, without the name of an adapter on it."""
+    stream: bool
+    policy: str
+    keys: tuple[PrefixKey, ...]
+    prompt_bytes: int
+    prompt_tokens: int
+    """Tokens of all prompts, estimated; exact for token ids."""
+    tokens_per_stride: float
+    output_tokens: int
+    """Expected length of one answer."""
+    teaches_tokens: bool
+    """Whether the answer's token count shows how many tokens this model makes of a byte of text."""
+    body: bytes
+    """The body as it came, except for `model` if the client used another name for it, `cache_salt` if the gateway makes
+    salts, and `priority` if engines get it."""
+    prompts: int = 1
+    """Number of prompts; `keys` and `prompt_bytes` are those of the first."""
+    answers: int = 1
+    """Number of answers that it asks for; each prompt has one or several."""
+    priority: int = 0
+    """Higher is served sooner."""
+    ttft_slo_s: float | None = None
+    """Seconds in which the client wants the first token."""
+    continues: tuple[str, str] | None = None
+    """The conversation that an engine keeps and the request continues: the field that names it, and the id there."""
+    stores: bool = False
+    """Whether the engine is to keep the answer for a later request."""
+    session: int = 0
+    """The client's session as a number (`hints.py`); 0 without one."""
+    is_by_load: bool = False
+    """Whether the request has no prefix to cache, so its answer tells nothing about caches."""
+    is_named: bool = False
+    """Whether the client asked by one of the operator's names, which stands for `model`."""
+    only: PodId | None = None
+    """The only pod that the request can go to; None: any."""
+    upload: Upload | None = None
+    """The body, if it is sent to the engine as it comes; `body` is then the beginning of the file."""
+    resource: tuple[str, str] | None = None
+    """Method, and path with query, if the request is not a POST to `endpoint`."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Expected tokens of all answers together."""
+        return self.answers * self.output_tokens
+
+
+inbound_by_load = partial(Inbound, stream=False, keys=(), prompt_bytes=0, teaches_tokens=False, is_by_load=True)
+"""Makes an Inbound without a prefix to cache."""
+
+
+class Reader:
+    """Turns bodies into Inbound. Raises BadRequest, ModelNotFound or Unavailable, naming the field."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        estimates: Estimates,
+        *,
+        stride: int,
+        default_policy: str,
+        policies: frozenset[str] | None,
+        isolation: Isolation | None = None,
+        engine_priority: Literal[-1, 1] | None = None,
+        wakes_models: bool = False,
+        names: Names | None = None,
+    ) -> None:
+        """`policies`: names that a request may choose from by header; None: it may not. `isolation`: tenants' salts.
+        `engine_priority`: sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None:
+        the gateway does not set it. `wakes_models`: accept requests for known models that no engine serves. `names`:
+        names that stand for models.
+        """
+        self._names = names or Names()
+        self._engine_priority = engine_priority
+        self._wakes_models = wakes_models
+        self._fleet = fleet
+        self._estimates = estimates
+        self._stride = stride
+        self._default_policy = default_policy
+        self._policies = policies
+        self._isolation = isolation
+
+    def read(
+        self,
+        endpoint: Endpoint | None,
+        body: bytes,
+        incoming: Mapping[str, str],
+        tenant: Tenant = DEFAULT,
+        meant: str | None = None,
+        priority: int | None = None,
+    ) -> Inbound:
+        """Return the request of `tenant` in `body`. `endpoint`: None to infer it from the body's fields. `meant`: the
+        model that a name in the body stands for, if that is known already.
+
+        Raises NamesCache if a named cache's contents have to be put in front first.
+        """
+        policy = self._policy(incoming.get(headers.POLICY))
+        fields = parse_body(body)
+        if FIELD in fields:
+            if fields[FIELD] is not None:
+                raise NamesCache(fields)
+            del fields[FIELD]  # null: no cache, and engines do not know the field
+            body = body_of(fields)
+        if endpoint is None:
+            endpoint = endpoint_of(fields)
+        head = request_head(endpoint, fields)
+        is_response = endpoint is Endpoint.RESPONSES
+        name = meant or self._meant(head.model, tenant, (endpoint, fields))
+        model, adapter = self._model(name, tenant)
+        salt = head.salt
+        asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
+        priority = asked_priority if priority is None else priority
+        new: dict[str, str | int] = {}
+        if name is not None and name != head.model:
+            new["model"] = name
+        if (own_salt := self._salt(tenant, salt)) is not None:
+            salt = new["cache_salt"] = own_salt
+        # Engines accept `priority` and `n` only at OpenAI's endpoints.
+        is_openai = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+        if self._engine_priority is not None and is_openai and (priority or "priority" in fields):
+            new["priority"] = self._engine_priority * priority
+        if new:
+            body = with_fields(body, fields, new)
+        estimate = self._estimates.of(model)
+        is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
+        tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
+        size, media = len(head.canonical), head.media_parts
+        media_tokens = media * (MEDIA_TOKENS - MEDIA_BYTES * tokens_per_byte)  # `size` counts MEDIA_BYTES of each
+        prompt_tokens = (size + head.further_bytes) * tokens_per_byte + media_tokens
+        return Inbound(
+            endpoint=endpoint,
+            model=model,
+            stream=head.stream,
+            policy=policy,
+            keys=prefix_keys(head.canonical, key_seed(model, adapter, salt), self._stride),
+            prompt_bytes=size,
+            prompt_tokens=max(1, round(prompt_tokens)),
+            tokens_per_stride=self._stride * (prompt_tokens / size if media else tokens_per_byte),
+            output_tokens=1 if endpoint is Endpoint.COUNT_TOKENS else _expected_output(fields, estimate.output_tokens),
+            teaches_tokens=not media and (endpoint in _CHATS or isinstance(fields.get("prompt"), str)),
+            body=body,
+            prompts=head.prompts,
+            answers=head.prompts * _answers(fields) if is_openai else 1,
+            priority=priority,
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, fields, tenant.name),
+            continues=kept_by_engine(fields) if is_response else None,
+            stores=is_response and fields.get("store") is not False,
+            is_named=name is not None and name != head.model,
+        )
+
+    def read_by_load(
+        self,
+        path: str,
+        body: bytes,
+        incoming: Mapping[str, str],
+        tenant: Tenant = DEFAULT,
+        priority: int | None = None,
+    ) -> Inbound:
+        """Return the request of `tenant` to a path whose requests have no keys. The body's length gives its tokens."""
+        asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
+        policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
+        asked = asked_model(fields, is_required=path not in BY_LOAD)
+        name = self._meant(asked, tenant, body)
+        model, _ = self._model(name, tenant)
+        new: dict[str, str | int] = {}
+        if name is not None and name != asked:
+            new["model"] = name
+        if path not in FREE and (salt := self._salt(tenant, fields.get("cache_salt"))) is not None:
+            new["cache_salt"] = salt
+        estimate = self._estimates.of(model)
+        prompt_tokens = 1 if path in FREE else max(1, round(len(body) * estimate.tokens_per_byte))
+        return inbound_by_load(
+            endpoint=path,
+            model=model,
+            policy=policy,
+            prompt_tokens=prompt_tokens,
+            tokens_per_stride=self._stride * estimate.tokens_per_byte,
+            output_tokens=max(1, round(estimate.output_tokens)) if path in LONG else 1,
+            body=with_fields(body, fields, new) if new else body,
+            priority=asked_priority if priority is None else priority,
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, fields, tenant.name),
+        )
+
+    def only_model(self, tenant: Tenant) -> str | None:
+        """Return the only model that the tenant can ask for; None if there are none or several."""
+        allowed = list(filter(tenant.may_use, self._fleet.models()))
+        return allowed[0] if len(allowed) == 1 else None
+
+    def read_upload(
+        self, path: str, upload: Upload, size: int, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
+    ) -> Inbound:
+        """Return the request of `tenant` with a form of about `size` bytes, once enough has come to choose a pod."""
+        policy, words = self._policy(incoming.get(headers.POLICY)), upload.sample
+        asked = upload.model or None
+        only = self.only_model(tenant) if asked is None else None
+        name = only or self._meant(asked, tenant, words)
+        model, _ = self._model(name, tenant)
+
+        def check(late: str) -> None:
+            meant = self._meant(late or None, tenant, words)
+            if self._model(meant, tenant)[0] != model or (meant or model) != (name or model):
+                raise BadRequest(
+                    f"model is {quoted(late)}, and the upload has begun for {quoted(name or model)}: put the field "
+                    "model before the file in the form",
+                    param="model",
+                )
+
+        upload.begin(name or model, check)
+        estimate = self._estimates.of(model)
+        return inbound_by_load(
+            endpoint=path,
+            model=model,
+            policy=policy,
+            prompt_tokens=max(1, round(size / AUDIO_TOKEN_BYTES)),
+            tokens_per_stride=self._stride * estimate.tokens_per_byte,
+            output_tokens=max(1, round(estimate.output_tokens)),
+            body=words,
+            priority=_priority(incoming.get(headers.PRIORITY), tenant),
+            ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
+            session=session_of(incoming, {}, tenant.name),
+            upload=upload,
+        )
+
+    def _salt(self, tenant: Tenant, asked: object) -> str | None:
+        """Return the salt that engines get for a request of `tenant` asking for the salt `asked`; None: keep `asked`.
+        Raises BadRequest if `asked` is no text."""
+        if self._isolation is None or not (tenant.is_isolated or (asked and self._isolation.has_secret)):
+            return None
+        if not isinstance(asked, str | None):
+            raise BadRequest("cache_salt must be a string", param="cache_salt")
+        return self._isolation.salt(tenant, asked or "")
+
+    def _policy(self, asked: str | None) -> str:
+        if asked is None:
+            return self._default_policy
+        if self._policies is None:
+            raise BadRequest(
+                f"the header {headers.POLICY} is not allowed here: start the gateway with --allow-policy-header",
+                param=headers.POLICY,
+            )
+        if asked not in self._policies:
+            raise BadRequest(
+                f"{headers.POLICY}: unknown policy {quoted(asked)}; known: {', '.join(sorted(self._policies))}",
+                param=headers.POLICY,
+            )
+        return asked
+
+    def _meant(
+        self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]
+    ) -> str | None:
+        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or the endpoint
+        and the fields that contain such bytes.
+
+        Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
+        """
+        name = self._names.default if asked is None else asked
+        own, adapter = ("", "") if name is None else self._names.split(name)
+        if name is None or not own or (adapter and self._is_known(name)):
+            return name
+        check_allowed(tenant, name)
+        known = words if isinstance(words, bytes) else first_words(*words)
+        return self._names.model(own, tenant, self._is_served, known, partial(self._on, adapter) if adapter else str)
+
+    def _on(self, adapter: str, model: str) -> str:
+        """Return the engines' name for the adapter on that model: vLLM lists it by its own name, SGLang wants both."""
+        is_listed = any(adapter in pod.facts.adapters for pod in self._fleet.pods(model))
+        return adapter if is_listed else f"{model}:{adapter}"
+
+    def _is_served(self, name: str) -> bool:
+        return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
+
+    def _model(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
+        """Return the name of the model and that of the adapter on it, empty without one.
+
+        SGLang accepts `model:adapter` but does not list it; other engines list each adapter as a model. The engine
+        refuses an adapter that does not exist.
+        """
+        if name is not None:
+            check_allowed(tenant, name)
+            base, _, adapter = name.rpartition(":")
+            if adapter and self._is_on(base, name):
+                name = base
+            else:
+                adapter = ""
+            if not (self._wakes_models and self._fleet.is_known(name)):
+                find_model(self._fleet, name, tenant)
+            return name, adapter
+        served = self._fleet.models()
+        if not served:
+            raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+        allowed = [name for name in served if tenant.may_use(name)]
+        if len(allowed) != 1:
+            which = f"one of: {', '.join(sorted(allowed))}" if allowed else "but no model that this key may use is up"
+            raise BadRequest(f"model is required, {which}", param="model")
+        return allowed[0], ""
+
+    def _is_on(self, base: str, name: str) -> bool:
+        """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
+        from the start. So while `base` is served, the name of such a model means the model only if it is served too."""
+        served = self._fleet.models()
+        if name in served:
+            return False
+        return self._is_known(base) and (
+            not self._fleet.is_known(name) or (base in served and name in self._names.models)
+        )
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._fleet.models() or self._fleet.is_known(name)
+
+
+def check_allowed(tenant: Tenant, name: str) -> None:
+    """Raise Forbidden if the tenant may not ask for that name. The error does not tell whether the model exists."""
+    if not tenant.may_use(name):
+        raise not_allowed(name)
+
+
+def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:
+    """Return the model of that name. Raises ModelNotFound, or Unavailable if no engine serves it at the moment."""
+    known = fleet.models()
+    if name in known:
+        return known[name]
+    if fleet.is_known(name):
+        raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
+    if not known:
+        raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+    names = ", ".join(sorted(filter(tenant.may_use, known)))
+    raise ModelNotFound(f"model {quoted(name)} does not exist; known: {names}", param="model", code="model_not_found")
+
+
+def _priority(asked: str | None, tenant: Tenant) -> int:
+    """Return the priority. Raises BadRequest, naming the header, if it is no number that the tenant may use."""
+    if asked is None:
+        return 0
+    if _NUMBER.fullmatch(asked) is None or not LOWEST_PRIORITY <= int(asked) <= tenant.highest_priority:
+        raise BadRequest(
+            f"{headers.PRIORITY} must be a whole number from {LOWEST_PRIORITY} to {tenant.highest_priority}, the most "
+            f"urgent that this client may ask for, got {quoted(asked)}",
+            param=headers.PRIORITY,
+        )
+    return int(asked)
+
+
+def _ttft_slo_s(asked: str | None) -> float | None:
+    """Return the wanted time to the first token in seconds. Raises BadRequest, naming the header, if it is invalid."""
+    if asked is None:
+        return None
+    if _NUMBER.fullmatch(asked) is None or int(asked) < 1:
+        raise BadRequest(
+            f"{headers.TTFT_SLO} must be a whole number of milliseconds from 1 to 999999, got {quoted(asked)}",
+            param=headers.TTFT_SLO,
+        )
+    return int(asked) / 1000
+
+
+def endpoint_of(fields: Mapping[str, Any]) -> Endpoint:
+    """Return the generating endpoint of a body. A chat without a system text fits two endpoints, with equal keys."""
+    if "messages" not in fields:
+        return Endpoint.RESPONSES if "input" in fields else Endpoint.COMPLETIONS
+    return Endpoint.MESSAGES if "system" in fields else Endpoint.CHAT
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)
+
+
+def _answers(fields: Mapping[str, Any]) -> int:
+    """Return the answers to each prompt. Of `best_of` answers the client gets the `n` best, but all are computed."""
+    return max([1, *[value for name in ("n", "best_of") if type(value := fields.get(name)) is int]])
+
+
+def _expected_output(fields: Mapping[str, Any], learnt_tokens: float) -> int:
+    limits = [value for value in [fields.get(name) for name in _LIMITS] if isinstance(value, int) and value > 0]
+    return max(1, min([round(learnt_tokens), *limits]))

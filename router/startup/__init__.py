@@ -1,0 +1,1 @@
+"""Builds the gateway from its settings, starts it and stops it."""

@@ -1,0 +1,250 @@
+"""Assembles the path of a request, from its reader to the answers, and the handlers of status and administration."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import Literal
+
+from aiohttp import web
+
+from router.choosing.chooser import Chooser
+from router.choosing.learnt_values import Learning
+from router.choosing.peer_setup import make_sharing, new_notebook
+from router.choosing.registry_view import WithEvents
+from router.choosing.shadow import Shadows
+from router.edge.admission import MIB
+from router.edge.body import BodyLimits
+from router.edge.client_keys import counting_refusals
+from router.endpoints.generate import Generate
+from router.endpoints.intake import Reading
+from router.endpoints.stored_responses import Stored
+from router.endpoints.uploads import Uploads
+from router.forwarding.accounts import Accounts
+from router.forwarding.attempts import Attempts
+from router.forwarding.candidates import Reach
+from router.forwarding.conversations import Conversations
+from router.forwarding.failure_accounting import Blame
+from router.forwarding.limits import Limits
+from router.forwarding.proxy import Proxy
+from router.forwarding.recorder import Recorder
+from router.forwarding.sessions import Sessions
+from router.forwarding.tracing import TRACER
+from router.forwarding.waiting import RoomLimits, WaitingRoom
+from router.operators.admin import Admin
+from router.operators.status import Status
+from router.overload.line import LineLimits
+from router.peer_sync.sent_reports import Telling
+from router.picker.parts import PickerLimits, PickerParts
+from router.reading.inbound import Reader
+from router.reading.model_ratios import Estimates
+from router.registry.reader import RegistryReader
+from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
+from router.startup.parts import (
+    ADMIN,
+    ADMISSION,
+    CACHE_STORE,
+    CHOOSER,
+    CLIENT_KEYS,
+    DISCOVERY,
+    DOOR,
+    ENGINES,
+    EVENTS,
+    FLEET,
+    GENERATE,
+    INDEX,
+    ISOLATION,
+    LACKS,
+    LIMITER,
+    METRICS,
+    NAMED_CACHES,
+    NAMES,
+    OBJECTIVES,
+    PICKER,
+    PLACES,
+    RECORDER,
+    REGISTRY,
+    ROOM,
+    SCRAPER,
+    SESSION,
+    SETTINGS,
+    SHARING,
+    STATUS,
+    STORED,
+    STREAMS,
+    TELLING,
+    UPSTREAM,
+    USAGE_LOG,
+)
+from router.stored.named_caches import NamedCaches
+from router.telemetry.log import RequestLog
+from router.views.types import Policy
+
+ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
+"""Order of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it has
+--schedule-low-priority-values-first)."""
+
+
+async def handlers(app: web.Application) -> AsyncIterator[None]:
+    """Make the parts that read requests, decide, send them on and report, from parts that exist already."""
+    settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
+    registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
+    estimates = Estimates()
+    options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
+    reader = Reader(
+        fleet,
+        estimates,
+        stride=settings.stride,
+        default_policy=settings.policy,
+        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
+        isolation=app[ISOLATION],
+        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
+        wakes_models=settings.activation_timeout_s > 0,
+        names=app[NAMES],
+    )
+
+    shares = settings.redis_url is not None and settings.share_beliefs
+    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    app[TELLING] = telling = Telling(app[REGISTRY].reports, notebook, asyncio.get_running_loop().time)
+    telling.listen(app[EVENTS].on_routed)
+
+    def make_policies() -> dict[str, Policy]:
+        return {name: make_policy(name, options) for name in POLICY_NAMES}
+
+    app[CHOOSER] = chooser = Chooser(
+        fleet,
+        index,
+        registry,
+        make_policies,
+        estimates,
+        metrics,
+        clock=asyncio.get_running_loop().time,
+        stride=settings.stride,
+        speculation_ttl_s=settings.speculation_ttl_s,
+        foreign_ttl_s=settings.foreign_ttl_s,
+        shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
+        telling=telling,
+    )
+    app[SHARING] = make_sharing(
+        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    )
+    app[ROOM] = WaitingRoom(
+        fleet,
+        chooser,
+        metrics,
+        RoomLimits(
+            settings.queue_timeout_s,
+            settings.activation_timeout_s,
+            LineLimits(settings.queue_requests, settings.queue_mib * MIB, settings.max_pod_requests),
+        ),
+    )
+    limits = Limits(
+        first_byte_s=settings.first_byte_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        retries=settings.retries,
+        tells_cache=settings.cache_headers,
+        resumes=settings.resume_streams,
+        hedge_after_s=settings.hedge_after_s,
+    )
+    bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
+    clock = asyncio.get_running_loop().time
+    reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
+    attempts = Attempts(fleet, chooser, sessions)
+    proxy = Proxy(
+        *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts, reach, conversations)
+    )
+    app[NAMED_CACHES] = NamedCaches(
+        app[CACHE_STORE],
+        fleet,
+        app[NAMES],
+        estimates,
+        app[ADMISSION],
+        bodies,
+        max_ttl_s=settings.named_cache_max_ttl_s,
+        max_body_bytes=settings.max_body_bytes,
+        is_enabled=settings.named_caches > 0,
+    )
+    app[RECORDER] = Recorder(
+        chooser,
+        metrics,
+        RequestLog(),
+        app[LACKS],
+        Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
+        sessions,
+        conversations,
+        app[TRACER],
+    )
+    reading = Reading(reader, app[NAMED_CACHES], conversations)
+    app[GENERATE] = Generate(
+        admission=app[ADMISSION],
+        reading=reading,
+        uploads=Uploads(reader, bodies, settings.max_body_bytes, settings.max_upload_mib * MIB),
+        proxy=proxy,
+        metrics=metrics,
+        bodies=bodies,
+        limiter=app[LIMITER],
+        recorder=app[RECORDER],
+        tracer=app[TRACER],
+        total_timeout_s=settings.total_timeout_s,
+    )
+    app[STORED] = Stored(
+        app[ADMISSION],
+        fleet,
+        app[PLACES],
+        proxy,
+        app[RECORDER],
+        settings.policy,
+        settings.total_timeout_s,
+    )
+    app[PICKER] = PickerParts(
+        admission=app[ADMISSION],
+        reading=reading,
+        reach=reach,
+        conversations=conversations,
+        fleet=fleet,
+        room=app[ROOM],
+        chooser=chooser,
+        attempts=attempts,
+        blame=Blame(fleet, metrics),
+        recorder=app[RECORDER],
+        limiter=app[LIMITER],
+        upstream=app[UPSTREAM],
+        metrics=metrics,
+        tracer=app[TRACER],
+        keys=app[CLIENT_KEYS] if settings.has_client_keys else None,
+        on_refusal=counting_refusals(metrics),
+        limits=PickerLimits(
+            max_body_bytes=settings.max_body_bytes,
+            body_s=settings.body_timeout_s,
+            total_s=settings.total_timeout_s,
+            fallbacks=settings.ext_proc_fallbacks,
+            tells_cache=settings.cache_headers,
+            takes_tests=settings.ext_proc_test_headers,
+            has_tenants=settings.tenants_file is not None,
+        ),
+        objectives=app[OBJECTIVES],
+    )
+    app[STATUS] = Status(
+        discovery=app[DISCOVERY],
+        fleet=fleet,
+        registry=registry,
+        has_registry=isinstance(app[REGISTRY], RegistryReader),
+        admission=app[ADMISSION],
+        door=app[DOOR],
+        lacks=app[LACKS],
+        room=app[ROOM],
+        metrics=metrics,
+        limiter=app[LIMITER],
+        usage_log=app[USAGE_LOG],
+        sharing=app[SHARING],
+        events=app[STREAMS],
+        scraper=app[SCRAPER],
+        names=app[NAMES],
+        objectives=app[OBJECTIVES],
+    )
+    app[ADMIN] = Admin(
+        *(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reading, chooser, index, app[EVENTS], bodies),
+        app[CLIENT_KEYS],
+    )
+    yield

@@ -1,0 +1,1 @@
+"""What clients store at the gateway: named caches, and which pod has which conversation."""

@@ -1,0 +1,227 @@
+"""`/v1/caches`: clients store beginnings of prompts under names, and send requests that name one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from engine.contract.errors import ApiError, BadRequest, ModelNotFound, quoted
+from engine.contract.keys import canonical_chat
+from engine.contract.messages import chat_messages, chat_tools
+from engine.contract.requests import Endpoint, parse_body
+from router.edge.admission import Admission, Admitted
+from router.edge.body import BodyLimits, read_body
+from router.edge.client_keys import tenant_of
+from router.edge.errors import TooLarge, error_response
+from router.edge.headers import request_id
+from router.fleet.fleet import Fleet
+from router.reading.inbound import check_allowed, find_model
+from router.reading.model_ratios import Estimates
+from router.reading.named_cache import (
+    FIELD,
+    MAX_MARKS,
+    PREFIX,
+    CacheMeta,
+    expanded,
+    id_of,
+    is_id,
+    new_id,
+    parse_new,
+    parse_renewal,
+)
+from router.reading.names import Names
+from router.stored.cache_store import CacheStore
+from router.tenants.tenant import Tenant
+
+PAGE = 50
+MAX_PAGE = 1000
+_MARK = b'"cache_control"'
+KEEPS = "cache_control"
+"""An engine that keeps marked contents lists this in its model card's `accepts`."""
+
+
+class NoSuchCache(ModelNotFound):
+    """404: the tenant has no cache of that name."""
+
+    def __init__(self, cache_id: str, param: str | None) -> None:
+        super().__init__(
+            f"there is no cache {quoted(PREFIX + cache_id)}: it has expired or was never made; make it again",
+            param=param,
+            code="cache_not_found",
+        )
+
+
+class NamedCaches:
+    """Handles `/v1/caches`, and puts the contents of a cache in front of the request that names it."""
+
+    def __init__(
+        self,
+        store: CacheStore,
+        fleet: Fleet,
+        names: Names,
+        estimates: Estimates,
+        admission: Admission,
+        bodies: BodyLimits,
+        *,
+        max_ttl_s: float,
+        max_body_bytes: int,
+        is_enabled: bool,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock`: seconds since 1970."""
+        self._store = store
+        self._fleet = fleet
+        self._names = names
+        self._estimates = estimates
+        self._admission = admission
+        self._bodies = bodies
+        self._max_ttl_s = max_ttl_s
+        self._max_body_bytes = max_body_bytes
+        self._is_enabled = is_enabled
+        self._clock = clock
+
+    async def expand(
+        self, endpoint: Endpoint, fields: dict[str, Any], body: bytes, tenant: Tenant, admitted: Admitted
+    ) -> bytes:
+        """Return the body that engines get for `fields`, the fields of `body`. Raises ApiError if the request cannot
+        begin with the cache that it names."""
+        self._check_enabled()
+        cache_id = id_of(fields[FIELD])
+        found = await self._store.get(tenant.name, cache_id) if is_id(cache_id) else None
+        if found is None:
+            raise NoSuchCache(cache_id, FIELD)
+        meta, contents = found
+        admitted.hold(2 * len(body) + len(contents))
+        left_s = meta.until_s - self._clock()
+        keeps = body.count(_MARK) + contents.count(_MARK) < MAX_MARKS and self._keeps(meta.model)
+        made = expanded(endpoint, fields, meta, orjson.loads(contents), mark_s=left_s if keeps else None)
+        if len(made) > self._max_body_bytes:
+            raise TooLarge(
+                f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
+                f"{self._max_body_bytes} are allowed",
+                param=FIELD,
+            )
+        return made
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/caches`."""
+        return await self._answer(request, self._create)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/caches`: return a page of `pageSize` entries, with the `pageToken` of the next page."""
+        return await self._answer(request, self._list)
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/caches/{id}`: return all except the contents."""
+        return await self._answer(request, self._get)
+
+    async def renew(self, request: web.Request) -> web.StreamResponse:
+        """`PATCH /v1/caches/{id}`: change the time until which the cache is kept."""
+        return await self._answer(request, self._renew)
+
+    async def remove(self, request: web.Request) -> web.StreamResponse:
+        """`DELETE /v1/caches/{id}`."""
+        return await self._answer(request, self._remove)
+
+    async def _create(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        with self._admission.request() as admitted:
+            fields = await self._fields(request, admitted)
+            now_s = self._clock()
+            wanted = parse_new(fields, now_s, self._max_ttl_s)
+            check_allowed(tenant, wanted.model)
+            if wanted.model not in self._names and not self._fleet.is_known(wanted.model):
+                find_model(self._fleet, wanted.model, tenant)
+            tokens = self._tokens(wanted.model, fields)
+            meta = CacheMeta(
+                new_id(), wanted.model, wanted.display_name, now_s, now_s, wanted.until_s, len(wanted.contents), tokens
+            )
+            await self._store.add(tenant.name, meta, wanted.contents)
+            return meta.shown()
+
+    async def _list(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        query = request.query
+        asked = query.get("pageSize", query.get("page_size", str(PAGE)))
+        if not (asked.isascii() and asked.isdigit() and len(asked) <= 6 and 1 <= int(asked) <= MAX_PAGE):
+            raise BadRequest(f"pageSize must be from 1 to {MAX_PAGE}; got {quoted(asked)}", param="pageSize")
+        after = _place(query.get("pageToken", query.get("page_token", "")))
+        metas = [meta for meta in await self._store.all_of(tenant.name) if (meta.created_s, meta.id) > after]
+        page = metas[: int(asked)]
+        more = {"nextPageToken": _token(page[-1])} if len(metas) > len(page) else {}
+        return {"cachedContents": [meta.shown() for meta in page], **more}
+
+    async def _get(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        cache_id = request.match_info["id"]
+        found = next((meta for meta in await self._store.all_of(tenant.name) if meta.id == cache_id), None)
+        if found is None:
+            raise NoSuchCache(cache_id, None)
+        return found.shown()
+
+    async def _renew(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        with self._admission.request() as admitted:
+            until_s = parse_renewal(await self._fields(request, admitted), self._clock(), self._max_ttl_s)
+        cache_id = request.match_info["id"]
+        meta = await self._store.renew(tenant.name, cache_id, until_s) if is_id(cache_id) else None
+        if meta is None:
+            raise NoSuchCache(cache_id, None)
+        return meta.shown()
+
+    async def _remove(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        cache_id = request.match_info["id"]
+        if not is_id(cache_id) or not await self._store.remove(tenant.name, cache_id):
+            raise NoSuchCache(cache_id, None)
+        return {}
+
+    async def _fields(self, request: web.Request, admitted: Admitted) -> dict[str, Any]:
+        deadline_s = asyncio.get_running_loop().time() + self._bodies.timeout_s
+        return parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+
+    async def _answer(self, request: web.Request, handler: Callable[[web.Request, Tenant], Any]) -> web.StreamResponse:
+        try:
+            self._check_enabled()
+            answer = await handler(request, tenant_of(request))
+            return web.Response(body=orjson.dumps(answer), content_type="application/json")
+        except ApiError as error:
+            return error_response(error, request_id(request.headers), path=request.path)
+
+    def _check_enabled(self) -> None:
+        if not self._is_enabled:
+            raise BadRequest("named caches are switched off here: --named-caches is 0", code="unsupported_parameter")
+
+    def _tokens(self, model: str, fields: dict[str, Any]) -> int:
+        """Estimate the tokens of the contents. Raises BadRequest for contents that no engine could read."""
+        messages = chat_messages(fields.get("system"), fields.get("messages") or [])
+        canonical = canonical_chat(messages, chat_tools(fields.get("tools") or ()))
+        return max(1, round(len(canonical) * self._estimates.of(model).tokens_per_byte))
+
+    def _keeps(self, model: str) -> bool:
+        """Whether the engines of this model keep marked contents, according to one engine's model card."""
+        card = self._fleet.models().get(model)
+        try:
+            accepts = orjson.loads(card.card).get("accepts") if card is not None else None
+        except (orjson.JSONDecodeError, AttributeError):
+            return False
+        return isinstance(accepts, list) and KEEPS in accepts
+
+
+def _token(meta: CacheMeta) -> str:
+    return base64.urlsafe_b64encode(orjson.dumps([meta.created_s, meta.id])).decode()
+
+
+def _place(token: str) -> tuple[float, str]:
+    """Return the entry after which a page begins. Raises BadRequest."""
+    if not token:
+        return (0.0, "")
+    try:
+        created_s, cache_id = orjson.loads(base64.urlsafe_b64decode(token.encode()))
+        if isinstance(created_s, float | int) and isinstance(cache_id, str):
+            return float(created_s), cache_id
+    except (ValueError, TypeError, binascii.Error):
+        pass
+    raise BadRequest("pageToken must be the nextPageToken of an earlier page", param="pageToken")

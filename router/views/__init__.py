@@ -1,0 +1,1 @@
+"""What a decision sees: the request, and each pod's cache, queue and speed. Pure."""

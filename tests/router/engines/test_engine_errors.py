@@ -1,0 +1,55 @@
+"""What engines report about themselves: only known words pass, whatever a client put into the request."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.common.sse import sse_event
+from router.engines.engine_errors import before_abort, is_aborted, meaning, meaning_of_body
+from router.engines.outcome import Outcome
+from tests.router.rig.vllm_pod import DEAD, DRAINS, FULL
+
+KNOWN = {DRAINS: Outcome.LEAVING, "Server shutting down": Outcome.LEAVING, DEAD: Outcome.DEAD, FULL: Outcome.FULL}
+
+
+@pytest.mark.parametrize(("message", "outcome"), KNOWN.items())
+def test_the_words_of_a_real_vllm(message: str, outcome: Outcome) -> None:
+    for body in ({"error": {"message": message, "code": 500}}, {"object": "error", "message": message}):
+        assert meaning_of_body(json.dumps(body).encode()) is outcome
+
+
+@given(st.sampled_from(sorted(KNOWN)), st.text(min_size=1).filter(str.strip))
+def test_what_an_error_quotes_of_a_request_says_nothing(words: str, before: str) -> None:
+    message = f"bad prompt: {before}{words}"
+    assert meaning(message) is None
+    assert meaning_of_body(json.dumps({"error": {"message": message}}).encode()) is None
+
+
+@given(
+    st.binary(max_size=60)
+    | st.recursive(st.none() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.just("error"), x)).map(
+        lambda x: json.dumps(x).encode()
+    )
+)
+def test_any_body_has_a_meaning_or_none(body: bytes) -> None:
+    assert meaning_of_body(body) is None
+    before_abort(body)
+
+
+@given(st.text())
+def test_generated_text_cannot_give_an_answer_up(text: str) -> None:
+    for said in (text, '"finish_reason":"abort"', f'{text}\n\ndata: {{"finish_reason":"abort"}}'):
+        answer = json.dumps({"choices": [{"text": said, "finish_reason": None}]}).encode()
+        assert not is_aborted(answer)
+        assert before_abort(sse_event(answer)) is None
+
+
+@given(st.lists(st.text(), max_size=4), st.text())
+def test_what_comes_before_is_whole_events(texts: list[str], last: str) -> None:
+    events = b"".join(sse_event(json.dumps({"choices": [{"text": text}]}).encode()) for text in texts)
+    end = sse_event(json.dumps({"choices": [{"text": last, "finish_reason": "abort"}]}).encode())
+    assert before_abort(events + end + b"data: [DONE]\n\n") == len(events)

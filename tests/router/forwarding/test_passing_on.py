@@ -1,0 +1,159 @@
+"""What the gateway passes on, and what it keeps to itself: headers, engines' addresses, trickled bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import orjson
+import pytest
+from multidict import CIMultiDict
+
+from router.edge.headers import UpstreamHeaders, answer_headers
+from router.engines.usage import Tail, Usage
+from router.forwarding.relay import Relay
+from router.reading.inbound import Reader
+from router.reading.model_ratios import Estimates
+from router.startup.parts import CHOOSER, FLEET, INDEX
+from router.views.types import PodId
+from tests.router.forwarding.test_relay import Sink
+from tests.router.rig.helpers import (
+    ScriptedEngine,
+    answers,
+    cuts_body,
+    dies_after,
+    drops,
+    event,
+    running,
+    stalls_after,
+    streams,
+    usage_event,
+)
+
+GOOD = streams([event("fine"), b"data: [DONE]\n\n"])
+STREAM = {"model": "m", "prompt": "x" * 600, "stream": True}
+WHOLE = {"model": "m", "prompt": "x" * 600}
+WHO_ASKS = {
+    "Cookie": "session=1",
+    "Forwarded": "for=192.0.2.1",
+    "X-Forwarded-For": "192.0.2.1",
+    "X-Forwarded-Host": "h",
+    "X-Forwarded-Proto": "https",
+    "X-Real-IP": "192.0.2.1",
+}
+
+
+def test_every_connection_header_is_honoured() -> None:
+    sent = CIMultiDict(
+        [("Connection", "close, x-one"), ("connection", "X-Two"), ("X-One", "1"), ("X-Two", "2"), ("X", "3")]
+    )
+    raw = [(name.encode(), value.encode()) for name, value in sent.items()]
+    assert UpstreamHeaders(passes_authorization=True).of(raw, "id") == b"X: 3\r\nx-request-id: id\r\n"
+    assert dict(answer_headers(sent)) == {"X": "3"}
+
+
+async def test_cookies_do_not_pass_and_engines_do_not_learn_which_client_asks() -> None:
+    engine = ScriptedEngine("a", answers(200, extra={"Set-Cookie": "a=1; Path=/", "X-Kept": "yes"}))
+    async with running(engine) as gateway:
+        answer = await gateway.post(WHOLE, **WHO_ASKS, **{"X-Kept": "too"})
+    (received,) = engine.received
+    assert received.headers["X-Kept"] == "too"
+    assert not received.headers.keys() & {name for name in received.headers if name.lower() in map(str.lower, WHO_ASKS)}
+    assert answer.headers["X-Kept"] == "yes"
+    assert "Set-Cookie" not in answer.headers
+
+
+BROKEN = {
+    "drops": (drops, WHOLE, 502),
+    "cuts": (cuts_body, WHOLE, 502),
+    "is silent": (stalls_after(begin=False), STREAM, 504),
+    "sends an empty stream": (streams([]), STREAM, 502),
+    "breaks a stream": (dies_after([event("a")]), STREAM, 200),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+async def test_clients_are_not_told_where_engines_are(how: str) -> None:
+    script, ask, status = BROKEN[how]
+    engine = ScriptedEngine(None, script)  # an engine without an id is named by its address
+    async with running(engine, first_byte_timeout_s=0.2, retries=0) as gateway:
+        answer = await gateway.post(ask)
+    assert answer.status == status
+    assert b'"error"' in answer.body
+    assert engine.url.removeprefix("http://").encode() not in answer.body
+    assert b"127.0.0.1" not in answer.body
+
+
+async def test_an_engine_that_is_gone_is_not_named_either(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = ScriptedEngine(None, GOOD)
+    async with running(engine, probe_interval_s=60, eject_after=100, retries=0) as gateway:
+        await engine.stop()
+        answer = await gateway.post(STREAM)
+    assert answer.status == 502
+    assert b"127.0.0.1" not in answer.body
+    assert engine.url.removeprefix("http://") in caplog.text, "the log says where it was"
+
+
+class Trickle:
+    """Sends byte by byte."""
+
+    is_read = False
+
+    def __init__(self, size: int) -> None:
+        self._rest = iter([b"x"] * size + [b"\n", b"\n"])
+
+    async def readany(self) -> bytes:
+        return next(self._rest, b"")
+
+
+def seconds_to_relay(size: int) -> float:
+    """Return the CPU time of one event that comes byte by byte."""
+
+    async def run() -> float:
+        source: Any = Trickle(size)
+        sink: Any = Sink()
+        relay = Relay(
+            source, sink, Tail(), is_events=True, idle_s=60, deadline_s=asyncio.get_running_loop().time() + 600
+        )
+        began_s = time.process_time()
+        await relay.copy(b"data: ")
+        assert sink.data == b"data: " + b"x" * size + b"\n\n"
+        return time.process_time() - began_s
+
+    return asyncio.run(run())
+
+
+def test_trickled_bytes_cost_in_proportion() -> None:
+    """Eight times the bytes cost 8 times as much. They would cost 64 times as much if each byte caused a full scan."""
+    short_s = min(seconds_to_relay(25_000) for _ in range(3))
+    long_s = min(seconds_to_relay(200_000) for _ in range(2))
+    assert long_s < 30 * short_s
+
+
+async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
+    """Otherwise the pod's slot in the index would never be freed."""
+    engine = ScriptedEngine("a", streams([event("x")] * 3 + [usage_event(150, 3, 0)], gap_s=0.15))
+    other = ScriptedEngine("b", GOOD)
+    async with running(engine, other, policy="round_robin", stride=16) as gateway:
+        index, chooser = gateway.app[INDEX], gateway.app[CHOOSER]
+        (leaving,) = (pod for pod in gateway.app[FLEET].pods("m") if pod.pod_id == "a")
+        for _ in range(2):  # after these requests, the pods are believed warm
+            await gateway.post(STREAM)
+        inbound = gateway_inbound(gateway)
+        choice = chooser.explain(inbound)[0]
+        choice.pod, choice.strides = leaving, len(inbound.keys)
+        roster = gateway.app[FLEET]._roster
+        roster.drop(leaving.pod_id)
+        index.drop(leaving.pod_id)
+        chooser.learn(inbound, choice, Usage(150, 3, 0, is_final=True))
+        held = index.held(PodId("a"))
+        roster.put(leaving, answers=True)
+    assert not any(held.values())
+    assert PodId("a") not in index._slots
+
+
+def gateway_inbound(gateway: Any) -> Any:
+    reader = Reader(gateway.app[FLEET], Estimates(), stride=16, default_policy="cache_aware", policies=None)
+    return reader.read(None, orjson.dumps(STREAM), {})

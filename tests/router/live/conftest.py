@@ -1,3 +1,0 @@
-from __future__ import annotations
-
-from tests.router.gateway.conftest import no_blocking_calls as no_blocking_calls

@@ -1,0 +1,110 @@
+"""The table of the pods' room is kept current: it always equals what each pod's estimate says."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.contract.events import Keys
+from engine.contract.keys import PrefixKey
+from router.registry.index import PrefixIndex
+from router.registry.room import Taken
+from router.registry.rooms import Rooms
+from router.views.pod_state import PodState
+from router.views.table import PodTable
+from router.views.types import PodId
+
+PODS = [PodId("a"), PodId("b"), PodId("c")]
+POD = st.sampled_from(PODS)
+KEYS = st.tuples(st.integers(0, 3), st.integers(1, 6)).map(
+    lambda prompt: tuple(PrefixKey(prompt[0] * 100 + i + 1) for i in range(prompt[1]))
+)
+
+
+class RoomsAgainstEstimates(RuleBasedStateMachine):
+    """Applies all changes to what is believed about pods. One table is made late, and one has only two pods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(speculative_limit=12)
+        self.now_s = 0.0
+        self.table = PodTable((pod, PodState()) for pod in PODS[1:])
+        self.index.rooms.watch(self.table.set_room)
+
+    @rule(pod=POD, keys=KEYS, loose=st.integers(0, 90), capacity=st.sampled_from([None, 300, 500, 900]))
+    def ask(self, pod: PodId, keys: Keys, loose: int, capacity: int | None) -> None:
+        taken = Taken(len(keys) * 64 + loose, 64.0, capacity, 16)
+        self.index.speculate(pod, keys, self.now_s, 4.0, taken)
+
+    @rule(pod=POD, keys=KEYS)
+    def use(self, pod: PodId, keys: Keys) -> None:
+        self.index.speculate(pod, keys, self.now_s, 4.0)
+
+    @rule(pod=POD, keys=KEYS, held=st.integers(0, 5))
+    def refute(self, pod: PodId, keys: Keys, held: int) -> None:
+        self.index.refute(pod, keys, held, self.now_s)
+
+    @rule(pod=POD, keys=KEYS, held=st.integers(0, 5))
+    def was_held(self, pod: PodId, keys: Keys, held: int) -> None:
+        self.index.was_held(pod, keys, held, 70.0)
+
+    @rule(pod=POD, keys=KEYS)
+    def retract(self, pod: PodId, keys: Keys) -> None:
+        self.index.retract(pod, keys)
+
+    @rule(pod=POD, keys=KEYS)
+    def unbelieve(self, pod: PodId, keys: Keys) -> None:
+        self.index.unbelieve(pod, keys, self.now_s)
+
+    @rule(pod=POD, keys=KEYS)
+    def believe(self, pod: PodId, keys: Keys) -> None:
+        self.index.believe(pod, [(self.now_s - 1.0, keys)], self.now_s, 4.0)
+
+    @rule(pod=POD, keys=KEYS)
+    def report(self, pod: PodId, keys: Keys) -> None:
+        self.index.apply(pod, (), (keys, (), ()))
+
+    @rule(pod=POD, before_s=st.sampled_from([0.0, 1.0]))
+    def forget(self, pod: PodId, before_s: float) -> None:
+        self.index.forget_until(pod, self.now_s - before_s)
+
+    @rule(pod=POD)
+    def drop(self, pod: PodId) -> None:
+        self.index.drop(pod)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]), keys=KEYS)
+    def wait(self, seconds: float, keys: Keys) -> None:
+        self.now_s += seconds
+        self.index.match(keys, self.now_s)
+
+    @invariant()
+    def all_say_the_same(self) -> None:
+        late = PodTable((pod, PodState()) for pod in PODS)
+        self.index.rooms.watch(late.set_room)
+        self.index.rooms.unwatch(late.set_room)
+        for pod, tokens in zip(PODS, late.room.tolist(), strict=True):
+            speculation = self.index._speculations.get(pod)
+            expected = math.inf if speculation is None else speculation.room_tokens()
+            assert self.index.rooms.of(pod) == tokens == expected
+        assert self.table.room.tolist() == late.room.tolist()[1:]
+
+
+RoomsAgainstEstimates.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestRoomsAgainstEstimates = RoomsAgainstEstimates.TestCase
+
+
+def test_a_watcher_that_has_left_hears_nothing() -> None:
+    rooms, heard = Rooms(), list[tuple[PodId, float]]()
+
+    def watcher(pod: PodId, tokens: float) -> None:
+        heard.append((pod, tokens))
+
+    rooms.watch(watcher)
+    rooms.set(PODS[0], 5.0)
+    rooms.set(PODS[0], 5.0)
+    rooms.unwatch(watcher)
+    rooms.set(PODS[0], 6.0)
+    assert heard == [(PODS[0], 5.0)], "a watcher is told of each change once"
