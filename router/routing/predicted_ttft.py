@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
+from router.routing import ties
 from router.routing.debt import Debts
 from router.routing.fetching import fetch_or_compute_s, reaching, wide_reaching
 from router.routing.hindsight import rival_of, wide_rival_of
 from router.routing.recent import RecentWork, Turns
+from router.routing.terms import Costing, Usual
 from router.routing.weights import Weights
-from router.routing.wide_ttft import WideCosts, own_parts, wide_costs, wide_owed_after, wide_uneven_s
+from router.routing.wide_ttft import wide_owed_after
 from router.views.latency import EVENNESS, STEP_TOKENS, decode_s, further_steps, has_fixed, prefill_s, unit_s
 from router.views.pick import decide, lowest
 from router.views.pod_partition import Parting, spared_unseen_s
@@ -143,15 +143,24 @@ class PredictedTtft(WidePolicy):
         if request.parting is not None and request.parting.is_told:
             lacking = 0 if matched is None else int((matched < pods.longest).sum())
         account, owed_s = self._owed(request, pods.longest, lacking)
-        costs = wide_costs(request, pods, owed_s, self._usual_s, self._usual_least_s, self._weights)
-        chosen = self._choose_equal_wide(request, pods, costs)
+        at = Costing(request, pods, Usual(self._usual_s, self._usual_least_s), owed_s, self._weights)
+        chosen = ties.choose(self._tie(at))
         table, held = pods.table, pods.matched_by(chosen)
         if account is not None:
-            owed_s = wide_owed_after(costs, chosen, owed_s, request.share)
+            owed_s = wide_owed_after(at, chosen, owed_s, request.share)
             self._debts.book(account, owed_s, request.now_s, (lacking or 0) - (held < pods.longest))
         self._remember(request, pods.longest, table.ids[chosen], held, table.costs[chosen])
-        rival = wide_rival_of(costs.ttft_s, costs.own_s, chosen)
-        return Decision(chosen, self.name, held, float(costs.ttft_s[chosen]), rival=rival)
+        rival = wide_rival_of(at.ttft_s, at.prefill_s, chosen)
+        return Decision(chosen, self.name, held, float(at.ttft_s[chosen]), rival=rival)
+
+    def _tie(self, at: Costing) -> ties.Tie:
+        scores, matched = at.scores, at.pods.matched
+        tied = (scores == scores.min()).nonzero()[0]
+        best = int(tied[0])
+        if len(tied) > 1 and not (_is_same(at.prefill_s, tied) and (matched is None or _is_same(matched, tied))):
+            best = at.pods.spread(at.request, tied)
+        own_s = at.prefill_s if isinstance(at.prefill_s, float) else float(at.prefill_s[best])
+        return ties.Tie(at, best, self._tied_s(own_s), self._turns, self._recent)
 
     def _owed(self, request: RequestInfo, longest_match: int, lacking: int | None) -> tuple[PrefixKey | None, float]:
         """Return the account of the request's longest match, and the debt on it. `lacking`: see `Debts.owed_s`."""
@@ -180,8 +189,8 @@ class PredictedTtft(WidePolicy):
 
     def least_ttft_s(self, request: RequestInfo, pods: WidePods) -> float:
         """Return the least `ttfts_s` of many pods."""
-        costs = wide_costs(request, wide_reaching(pods), 0.0, self._usual_s, self._usual_least_s, self._weights)
-        return float(costs.ttft_s.min())
+        at = Costing(request, wide_reaching(pods), Usual(self._usual_s, self._usual_least_s), 0.0, self._weights)
+        return float(at.ttft_s.min())
 
     def _choose_equal(self, request: RequestInfo, pods: Sequence[PodView], costs: Costs) -> int:
         """Choose among the pods that are hardly worse than the best and have no shorter match.
@@ -271,53 +280,9 @@ class PredictedTtft(WidePolicy):
             else:
                 ranks[i] /= parting.part(i, pods)
 
-    def _choose_equal_wide(self, request: RequestInfo, pods: WidePods, costs: WideCosts) -> int:
-        """As `_choose_equal`."""
-        scores, columns, matched = costs.scores, pods.columns, pods.matched
-        tied = (scores == scores.min()).nonzero()[0]
-        best = int(tied[0])
-        if len(tied) > 1 and not (_is_same(costs.own_s, tied) and (matched is None or _is_same(matched, tied))):
-            best = pods.spread(request, tied)
-        own_s = costs.own_s if isinstance(costs.own_s, float) else float(costs.own_s[best])
-        least_match = pods.matched_by(best)
-        is_warm = least_match >= _WARM * request.prompt_tokens
-        tied_s, is_evened = self._tied_s(own_s), is_warm and request.parting is None
-        limit = float(scores[best]) + tied_s
-        if is_evened:
-            limit += _unsure_s(pods.table.costs[best], columns.decoding[best], columns.context_tokens[best])
-        is_equal = scores <= limit
-        if matched is not None:
-            is_equal &= matched >= least_match
-        if not isinstance(costs.own_s, float):
-            is_equal &= costs.own_s <= own_s + _TIE_SHARE * own_s
-        equals = is_equal.nonzero()[0]
-        if is_evened:
-            evened = scores[equals] + wide_uneven_s(request, pods, costs)[equals]
-            equals = equals[evened <= evened.min() + tied_s]
-        if len(equals) > 1:
-            waiting = np.maximum(columns.in_flight[equals] - columns.decoding[equals], 0.0)
-            equals = equals[waiting == waiting.min()]
-            is_idle = columns.in_flight[equals] == 0
-            if request.parting is None and is_idle.any():
-                equals = equals[is_idle]
-        if len(equals) > 1:
-            ids = pods.table.ids
-            ranks = (self._turns.lasts(ids) if is_warm else self._recent.ranks(ids))[equals]
-            if request.parting is not None:
-                own, count = request.parting.own_rows(len(pods.table)), len(pods.table)
-                is_own = (equals >= own.start) & (equals < own.stop)
-                if is_own.any():
-                    equals, ranks = equals[is_own], ranks[is_own]
-                    parts = own_parts(request.parting, count)[equals]
-                    ranks = ranks + request.parting.own_pods(count) / parts if is_warm else ranks / parts
-                else:
-                    ranks = np.array(request.parting.guest_ranks(equals.tolist(), ranks.tolist(), count))
-            equals = equals[ranks == ranks.min()]
-        return int(equals[0]) if len(equals) == 1 else pods.spread(request, equals)
-
     def _tied_s(self, own_s: float) -> float:
         """Return the seconds by which equal scores may differ, for a request that takes `own_s` on the best pod."""
-        share = _TIE_SHARE if self._shared >= _SHARED else _UNSHARED_TIE_SHARE
+        share = ties.TIE_SHARE if self._shared >= _SHARED else ties.UNSHARED_TIE_SHARE
         return share * min(own_s, self._usual_s)
 
     def _speeds(self, pods: Sequence[PodView]) -> _Speeds:
