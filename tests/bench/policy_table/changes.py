@@ -6,9 +6,8 @@ else uses these tables, so no setting exists for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ class Change:
     name: str
     about: str
     patches: tuple[Patch, ...] = ()
-    options: MappingProxyType[str, float] = MappingProxyType({})
+    options: Mapping[str, float] = field(default_factory=dict)
     """Fields of `PolicyOptions`."""
     cases: tuple[str, ...] = ()
     """The cases in which the part does anything; empty: all."""
@@ -221,7 +220,7 @@ PARTS = (
     Change(
         "same_speed",
         "about equal speeds count as equal",
-        options=MappingProxyType({"same_speed": 0.0}),
+        options={"same_speed": 0.0},
         cases=("gateways", "slow", "shared"),
     ),
 )
@@ -235,7 +234,7 @@ CONSTANTS = (
         for name, factor in (("half", 0.5), ("double", 2.0))
     ),
     *(
-        Change(f"stall_{name}", f"stall weight {weight:g}", options=MappingProxyType({"stall_weight": weight}))
+        Change(f"stall_{name}", f"stall weight {weight:g}", options={"stall_weight": weight})
         for name, weight in (("half", 0.025), ("double", 0.1))
     ),
     *(
@@ -256,7 +255,7 @@ _GROUP_CASES = ("shared", "hot", "chats", "gateways", "tiers", "trace")
 
 
 def _group(name: str, about: str, *patches: Patch, **options: float) -> Change:
-    return Change(name, about, patches, MappingProxyType(options), _GROUP_CASES, GROUPS)
+    return Change(name, about, patches, options, _GROUP_CASES, GROUPS)
 
 
 AFFINITY = (
