@@ -68,9 +68,13 @@ def ratios(cells: Cells, change: Change, case: str) -> dict[str, Ratio] | None:
     }
 
 
-def run_one(task: tuple[Change, Decider, int]) -> Cell:
+_PLAYED: list[tuple[Change, Decider]] = []
+"""What the processes play. They inherit it: functions of a change cannot be sent to them."""
+
+
+def run_one(seed: int) -> Cell:
     """Play one case with a change, in a process of its own: the change stays in force until the process ends."""
-    change, decider, seed = task
+    change, decider = _PLAYED[-1]
     change.apply()
     return decider.run(change.arm, seed)
 
@@ -92,9 +96,9 @@ class Runs:
         """Play the missing seeds of a case."""
         have = self.cells.setdefault(name, {}).setdefault(decider.name, {})
         missing = [seed for seed in SEEDS if seed not in have]
+        _PLAYED.append((change, decider))
         with get_context("fork").Pool(self.processes, maxtasksperchild=1) as pool:
-            tasks = [(change, decider, seed) for seed in missing]
-            have.update(zip(missing, pool.imap(run_one, tasks, chunksize=1), strict=True))
+            have.update(zip(missing, pool.imap(run_one, missing, chunksize=1), strict=True))
         self._save()
 
     def _save(self) -> None:
