@@ -7,7 +7,7 @@ else uses these tables, so no setting exists for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Change:
     options: Mapping[str, float] = field(default_factory=dict)
     """Fields of `PolicyOptions`."""
     cases: tuple[str, ...] = ()
-    """The cases in which the part does anything; empty: all."""
+    """The cases in which the part can do most, most likely first; empty: all."""
     arm: str = PREDICTED
 
     def apply(self) -> None:
@@ -251,7 +251,7 @@ CONSTANTS = (
     ),
     Change("warm_half", "WARM 0.5 times", (_times(ties, "WARM", 0.5),)),
 )
-_GROUP_CASES = ("shared", "hot", "chats", "gateways", "tiers", "trace")
+_GROUP_CASES = ("hot", "shared", "chats")
 
 
 def _group(name: str, about: str, *patches: Patch, **options: float) -> Change:
@@ -276,4 +276,41 @@ AFFINITY = (
     _group("first_requests", "no groups before 20 requests", _set(affinity_groups, "_FIRST_REQUESTS", 0)),
     _group("near", "nearness: half of a prompt", _set(affinity_groups, "_NEAR", 0.0)),
 )
-CHANGES = (*TERMS, *RULES, *PARTS, *AFFINITY, *CONSTANTS)
+
+# The cases of each part, the one most likely to speak for it first.
+_CASES: Mapping[str, tuple[str, ...]] = {
+    "pressure_s": ("tiers", "shared", "chats"),
+    "switch_s": ("shared", "tiers", "gateways"),
+    "debt": ("hot", "shared", "gateways"),
+    "externality_s": ("shared", "slow", "trace"),
+    "shared_step_s": ("shared", "unshared", "hot"),
+    "stall_s": ("chats", "shared", "hot"),
+    "decode_s": ("shared", "slow", "trace"),
+    "queue_s": ("unshared",),
+    "prefill_s": ("shared",),
+    "ties": ("unshared", "hot", "shared"),
+    "even_arrivals": ("hot", "chats", "shared"),
+    "fewest_waiting": ("hot", "shared", "unshared"),
+    "idle_first": ("hot", "unshared", "shared"),
+    "no_shorter_match": ("shared", "hot", "chats"),
+    "no_longer_prefill": ("slow", "gateways"),
+    "by_turn": ("unshared", "hot"),
+    "turns": ("hot", "shared", "chats"),
+    "recent": ("unshared", "shared", "trace"),
+    "running_step": ("hot", "shared", "chats"),
+    "unshared_tie": ("unshared",),
+    "usual_tie": ("trace", "shared"),
+    "running_step_left": ("hot", "shared"),
+    "stalling": ("trace", "chats"),
+    "credit_part": ("hot", "shared"),
+    "debt_share": ("gateways",),
+    "debt_lacking": ("gateways",),
+    "debt_nearby": ("shared", "gateways"),
+    "even_shares": ("gateways",),
+    "least_part": ("gateways",),
+    "same_speed": ("gateways", "slow"),
+}
+CHANGES = tuple(
+    replace(change, cases=_CASES.get(change.name, change.cases))
+    for change in (*TERMS, *RULES, *PARTS, *AFFINITY, *CONSTANTS)
+)
