@@ -1,131 +1,168 @@
-"""The terms of `predicted_ttft`'s score: one function each, in seconds, for all pods of a table at once.
+"""The terms of `predicted_ttft`'s score, a function each, in seconds.
 
-A term returns an array with a number for each pod, or one number if all pods have the same.
+A term returns a number for each pod, or one number if all pods have the same. The score of a pod is the sum of its
+terms: `TTFT_TERMS` predict the time to first token, `DELAY_TERMS` what the request costs others, and
+`REPLICATION_TERMS` what another copy of the prefix is worth. ABLATION.md says what each term gains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
 
-from router.routing.fetching import wide_fetch_or_compute_s
-from router.routing.weights import Weights
+from router.routing.fetching import fetch_or_compute_s
 from router.views import latency
 from router.views.latency import STEP_TOKENS
 from router.views.pod_partition import spared_unseen_s
-from router.views.table import Floats, WidePods
+from router.views.table import CandidatePods, Floats, Seconds
 from router.views.types import RequestInfo
 
-Seconds = float | Floats
+SAME_SPEED = 0.5
+"""Pods whose learnt speed is within this share of the median pod's count as equally fast. Learnt constants of equal
+pods differ by noise. Taken literally, they send every new prefix of an idle fleet to one pod."""
+STALL_WEIGHT = 0.05
+"""Cost of a second of prefill for each decoding request that waits for it: a reader minds a late token less than a late
+answer."""
+_FOLLOW = 0.02
+"""Weight of a request in the means of `Usual`."""
 
 
-@dataclass(slots=True)
 class Usual:
-    """Moving means over requests, which a policy learns."""
+    """Moving means over the requests of a policy."""
 
-    prefill_s: float = math.inf
-    """Seconds of prefill of a usual prompt if nothing of it were cached; infinite before the first request."""
-    least_prefill_s: float = math.inf
-    """Seconds of prefill of the part of a usual prompt that no pod holds."""
+    __slots__ = ("least_prefill_s", "prefill_s")
+
+    def __init__(self) -> None:
+        self.prefill_s = math.inf
+        """Seconds of prefill of a usual prompt if nothing of it were cached; infinite before the first request."""
+        self.least_prefill_s = math.inf
+        """Seconds of prefill of the part of a usual prompt that no pod holds."""
+
+    def saw(self, prefill_s: float, least_prefill_s: float) -> None:
+        """Count a request."""
+        if self.prefill_s == math.inf:
+            self.prefill_s, self.least_prefill_s = prefill_s, least_prefill_s
+        self.prefill_s += _FOLLOW * (prefill_s - self.prefill_s)
+        self.least_prefill_s += _FOLLOW * (least_prefill_s - self.least_prefill_s)
 
 
-@dataclass
-class Costing:
-    """A request on each pod: what several terms need."""
+class Estimate:
+    """A request on each pod: numbers that several terms need."""
 
-    request: RequestInfo
-    pods: WidePods
-    usual: Usual
-    owed_s: float
-    """The debt to the request's longest match: see `debt.py`."""
-    weights: Weights
+    __slots__ = (
+        "cost",
+        "least_uncached",
+        "owed_s",
+        "pods",
+        "prefill_s",
+        "queued_s",
+        "request",
+        "speeds",
+        "stalling_s",
+        "step_s",
+        "uncached",
+        "usual",
+    )
 
-    def __post_init__(self) -> None:
-        pods, prompt = self.pods, self.request.prompt_tokens
-        self.speeds = speeds = pods.table.speeds(self.weights.same_speed)
-        self.cost: Any = speeds if speeds.unlike else speeds.median
+    def __init__(self, request: RequestInfo, pods: CandidatePods, usual: Usual, owed_s: float = 0.0) -> None:
+        """`owed_s`: see `replication.py`."""
+        prompt, columns = request.prompt_tokens, pods.columns
+        self.request, self.pods, self.usual, self.owed_s = request, pods, usual, owed_s
+        self.speeds = speeds = pods.table.speeds(SAME_SPEED)
+        cost: Any = speeds if speeds.unlike else speeds.median
+        uncached: Any = prompt if pods.matched is None else np.maximum(prompt - pods.matched, 1.0)
+        self.cost = cost
         """Has the fields of a `StepCost`: the formulas take arrays in place of numbers."""
-        self.uncached: Any = prompt if pods.matched is None else np.maximum(prompt - pods.matched, 1.0)
+        self.uncached = uncached
         """Prompt tokens that each pod would have to compute."""
         self.least_uncached = max(1, prompt - pods.longest)
         """Prompt tokens that no pod holds."""
-        self.prefill_s: Any = latency.prefill_s(self.cost, self.uncached, prompt)
-        columns = pods.columns
-        self.step_s: Floats = latency.decode_s(
-            self.cost, cast(Any, columns.decoding), cast(Any, columns.context_tokens)
-        )
-        """A step of each pod without its prefill."""
-        self.queued_s: Floats = np.maximum(pods.free_at_s(self.request.now_s) - self.request.now_s, 0.0)
-        """The prefill queued on each pod. If a pod counts as fast as its peers, so does its queue, which was computed
-        with the pod's own speed."""
-        self.queued_s *= speeds.own_share
-
-    @cached_property
-    def stalling_s(self) -> Any:
+        self.prefill_s: Any = latency.prefill_s(cost, uncached, prompt)
+        self.stalling_s: Any = np.minimum(self.prefill_s, usual.prefill_s)
         """The part of the prefill that requests which decode now still see: a prefill much longer than usual outlasts
         them."""
-        return np.minimum(self.prefill_s, self.usual.prefill_s)
+        step_s: Any = latency.decode_s(cost, cast(Any, columns.decoding), cast(Any, columns.context_tokens))
+        self.step_s: Floats = step_s
+        """A step of each pod without its prefill."""
+        self.queued_s: Floats = np.maximum(pods.free_at_s(request.now_s) - request.now_s, 0.0)
+        """The prefill queued on each pod. If a pod counts as fast as its peers, so does its queue, which was computed
+        with the pod's own speed."""
+        if speeds.own_share is not None:
+            self.queued_s *= speeds.own_share
 
-    @cached_property
-    def least_prefill_s(self) -> Any:
-        """The prefill on a pod of this speed with the longest match."""
-        return latency.prefill_s(self.cost, self.least_uncached, self.request.prompt_tokens)
-
-    @cached_property
-    def duplicate_s(self) -> Seconds:
-        """What a pod with the longest match would save: of prefill, and of the delay to decoding requests."""
-        if self.pods.matched is None:
-            return 0.0
-        least_s, stall = self.least_prefill_s, self.weights.stall_weight * self.pods.columns.decoding
-        duplicate_s = self.prefill_s - least_s + stall * self.stalling_s
-        duplicate_s = duplicate_s - stall * np.minimum(least_s, self.usual.prefill_s)
-        return cast(Seconds, duplicate_s * (self.uncached > self.least_uncached))
-
-    @cached_property
     def ttft_s(self) -> Floats:
-        """The predicted time to first token."""
+        """Return the predicted times to first token."""
         return cast(Floats, _sum(TTFT_TERMS, self))
 
-    @cached_property
-    def scores(self) -> Floats:
-        """The predicted time to first token, and the delay to other requests."""
-        return cast(Floats, self.ttft_s + _sum(DELAY_TERMS, self) - copy_credit_s(self))
+    def scores(self, ttft_s: Floats) -> Floats:
+        """Return the scores, for the predicted times to first token."""
+        return ttft_s + _sum((*DELAY_TERMS, *REPLICATION_TERMS), self)
+
+    def parts(self) -> dict[str, Seconds]:
+        """Return every term by name."""
+        return {term.__name__: term(self) for term in (*TTFT_TERMS, *DELAY_TERMS, *REPLICATION_TERMS)}
+
+    def least_prefill_s(self) -> Seconds:
+        """Return the prefill on a pod of the same speed with the longest match."""
+        return cast(Seconds, latency.prefill_s(self.cost, self.least_uncached, self.request.prompt_tokens))
+
+    def duplicate_s(self) -> Floats | None:
+        """Return what a pod with the longest match would save: of prefill, and of the delay to decoding requests. None
+        if no pod holds anything."""
+        if self.pods.matched is None:
+            return None
+        least_s: Any = self.least_prefill_s()
+        stall = STALL_WEIGHT * self.pods.columns.decoding
+        saved_s = self.prefill_s - least_s + stall * (self.stalling_s - np.minimum(least_s, self.usual.prefill_s))
+        return cast(Floats, saved_s * (self.uncached > self.least_uncached))
 
 
-def queue_s(at: Costing) -> Seconds:
-    """Seconds until the pod begins with the request: its queued prefill ends, or its running step (`step_left_s`)."""
+def queue_s(at: Estimate) -> Floats:
+    """Return the seconds until the pod begins with the request.
+
+    Its queued prefill has to end, and the running step: of that, half is left on average, more if it has just begun. An
+    early end is not relied on, because a request that comes a moment too late waits for the whole next step.
+    """
     columns, step_s = at.pods.columns, at.step_s
     left_s = np.maximum(step_s / 2, step_s - (at.request.now_s - columns.stepped_s))
-    left_s *= columns.in_flight > 0
-    return cast(Floats, np.maximum(at.queued_s, left_s))
+    return cast(Floats, np.maximum(at.queued_s, left_s * (columns.in_flight > 0)))
 
 
-def prefill_s(at: Costing) -> Seconds:
-    """Seconds of the request's own prefill: `latency.prefill_s`."""
+def prefill_s(at: Estimate) -> Seconds:
+    """Return the seconds of the request's own prefill: `u * token_s + attention` of `u` uncached tokens
+    (`latency.prefill_s`)."""
     return cast(Seconds, at.prefill_s)
 
 
-def decode_s(at: Costing) -> Seconds:
-    """Seconds of decoding in the steps of the prefill: `latency.decode_s` times 1 + `further_steps`."""
+def decode_s(at: Estimate) -> Floats:
+    """Return the seconds of decoding in the steps of the prefill: `max(1, u / STEP_TOKENS)` times a step
+    (`latency.decode_s`)."""
     if at.request.prompt_tokens <= STEP_TOKENS:
         return at.step_s
-    return cast(Floats, at.step_s * (1 + np.maximum(at.uncached / STEP_TOKENS - 1, 0.0)))
+    return cast(Floats, at.step_s * np.maximum(at.uncached / STEP_TOKENS, 1.0))
 
 
-def fetch_s(at: Costing) -> Seconds:
-    """Seconds to fetch KV from tiers below the pool: `fetch_or_compute_s`."""
+def fetch_s(at: Estimate) -> Seconds:
+    """Return the seconds to fetch KV from tiers below the pool (`fetching.py`)."""
     if at.pods.tiers is None:
         return 0.0
-    return wide_fetch_or_compute_s(at.pods.tiers, at.cost, at.uncached, at.request.prompt_tokens, at.weights)
+    return fetch_or_compute_s(at.pods.tiers, at.cost, at.uncached, at.request.prompt_tokens)
 
 
-def overhead_s(at: Costing) -> Seconds:
-    """Fixed seconds of a request; pods in `Speeds.apart` have the median pod's."""
+def adapter_s(at: Estimate) -> Seconds:
+    """Return the seconds until the pod has loaded the request's LoRA adapter (`views/adapters.py`)."""
+    return 0.0 if at.pods.adapter_s is None else at.pods.adapter_s
+
+
+def overhead_s(at: Estimate) -> Floats:
+    """Return the fixed seconds of a request, which are learnt for pods that report no constants, and 0 for others.
+
+    A pod that counts with the median pod's constants counts with its overhead, too, if one of the two has the fixed
+    part of a step in these constants and the other in the overhead. So the fixed part counts once.
+    """
     columns, speeds = at.pods.columns, at.speeds
     if not speeds.apart:
         return columns.overhead_s
@@ -134,33 +171,20 @@ def overhead_s(at: Costing) -> Seconds:
     return overheads_s
 
 
-def externality_s(at: Costing) -> Seconds:
-    """Seconds by which the prefill delays requests that come later: its length, but at most the mean queue."""
+def externality_s(at: Estimate) -> Seconds:
+    """Return the seconds by which the prefill delays requests that come later: its length, but at most the mean queue,
+    because later requests go elsewhere from a pod with more."""
     return cast(Seconds, np.minimum(at.prefill_s, math.fsum(at.queued_s.tolist()) / len(at.queued_s)))
 
 
-def pressure_s(at: Costing) -> Seconds:
-    """Seconds of work done twice by a pod that has no free KV blocks and preempts."""
-    return cast(
-        Floats,
-        at.weights.pressure_weight * at.cost.token_s * at.request.prompt_tokens * at.pods.columns.fullness,
-    )
+def stall_s(at: Estimate) -> Floats:
+    """Return `STALL_WEIGHT` times the seconds by which the prefill delays the tokens of decoding requests."""
+    return cast(Floats, STALL_WEIGHT * at.pods.columns.decoding * at.stalling_s)
 
 
-def shared_step_s(at: Costing) -> Seconds:
-    """Seconds that the prefill adds to the step that it shares with a waiting request."""
-    columns = at.pods.columns
-    shared_s = np.minimum(at.stalling_s, STEP_TOKENS * at.cost.token_s)
-    return cast(Floats, shared_s * (columns.in_flight > columns.decoding))
-
-
-def stall_s(at: Costing) -> Seconds:
-    """Seconds by which the prefill delays decoding requests, weighted."""
-    return cast(Seconds, at.weights.stall_weight * at.pods.columns.decoding * at.stalling_s)
-
-
-def evict_s(at: Costing) -> Seconds:
-    """Seconds to compute again what the pod evicts for the request, times the probability that it is asked for."""
+def evict_s(at: Estimate) -> Seconds:
+    """Return the seconds to compute again what a full pod evicts for the request, times the probability that this is
+    asked for."""
     request, room = at.request, at.pods.room
     if not request.regret or room is None:
         return 0.0
@@ -168,49 +192,43 @@ def evict_s(at: Costing) -> Seconds:
     return cast(Floats, request.regret * at.cost.token_s * evicted)
 
 
-def unseen_s(at: Costing) -> Seconds:
-    """Seconds of prefill that other gateways may have just sent to the pod."""
-    partition, pods = at.request.parting, at.pods
+def unseen_s(at: Estimate) -> Seconds:
+    """Return the seconds of prefill that other gateways may have just sent to pods that are not this gateway's own
+    (`views/pod_partition.py`)."""
+    partition, pods = at.request.partition, at.pods
     if partition is None:
         return 0.0
     others_s: Floats = np.full(len(pods.table), partition.unseen_s)
     if pods.matched is not None:
         token_s, spared = float(np.min(at.cost.token_s)), pods.longest - float(pods.matched.min())
-        if (least_s := spared_unseen_s(partition, token_s, spared)) < partition.unseen_s:
-            others_s[pods.matched == pods.longest] *= least_s / partition.unseen_s
+        others_s[pods.matched == pods.longest] = spared_unseen_s(partition, token_s, spared)
     own = partition.own_rows(len(pods.table))
     others_s[own.start : own.stop] = 0.0
     return others_s
 
 
-def switch_s(at: Costing) -> Seconds:
-    """Seconds by which a pod must be better than the one with the longest match: a duplicate also evicts something."""
-    return at.weights.switch_margin * at.duplicate_s
-
-
-def copy_credit_s(at: Costing) -> Seconds:
-    """Seconds taken off the score of a pod that would hold a further copy of the prefix: the debt to the prefix, but at
+def replication_s(at: Estimate) -> Seconds:
+    """Return minus the seconds owed to the prefix, for a pod that would hold another copy of it (`replication.py`): at
     most what the copy costs the request.
 
     A request with more of its own to compute than usual gets only a part of it. Such a request waits for a pod that
     holds the prefix, and a later one makes the copy. Otherwise the slowest first tokens would get slower still.
     """
-    if not at.owed_s or at.pods.matched is None:
+    duplicate_s = at.duplicate_s() if at.owed_s else None
+    if duplicate_s is None:
         return 0.0
-    credit_s = np.minimum(at.owed_s, at.duplicate_s + (switch_s(at) if switch_s in DELAY_TERMS else 0.0))
-    if at.usual.least_prefill_s < math.inf:
-        credit_s = credit_s * (1 - np.maximum(at.least_prefill_s - at.usual.least_prefill_s, 0.0) / at.prefill_s)
-    return cast(Seconds, credit_s)
+    credit_s = np.minimum(at.owed_s, duplicate_s)
+    beyond_s = np.maximum(at.least_prefill_s() - at.usual.least_prefill_s, 0.0)
+    return cast(Floats, credit_s * (beyond_s / at.prefill_s - 1))
 
 
-Term = Callable[[Costing], Seconds]
-TTFT_TERMS: tuple[Term, ...] = (queue_s, prefill_s, decode_s, fetch_s, overhead_s)
-"""The terms of the predicted time to first token."""
-DELAY_TERMS: tuple[Term, ...] = (externality_s, pressure_s, shared_step_s, stall_s, evict_s, unseen_s, switch_s)
-"""The terms of the delay to other requests."""
+Term = Callable[[Estimate], Seconds]
+TTFT_TERMS: tuple[Term, ...] = (queue_s, prefill_s, decode_s, fetch_s, adapter_s, overhead_s)
+DELAY_TERMS: tuple[Term, ...] = (externality_s, stall_s, evict_s, unseen_s)
+REPLICATION_TERMS: tuple[Term, ...] = (replication_s,)
 
 
-def _sum(terms: tuple[Term, ...], at: Costing) -> Seconds:
+def _sum(terms: Iterable[Term], at: Estimate) -> Seconds:
     total: Seconds = 0.0
     for term in terms:
         total = total + term(at)

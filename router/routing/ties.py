@@ -1,4 +1,7 @@
-"""Which of several pods with about the same score takes a request: rules that each leave out some pods."""
+"""Which of several pods with about the same score takes a request: rules that each leave out some pods.
+
+Predictions err, so small differences between scores mean nothing. ABLATION.md says what each rule gains.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.routing.recent import RecentWork, Turns
-from router.routing.terms import Costing
-from router.views.latency import EVENNESS
-from router.views.table import Floats, Ints
+from router.routing.terms import Estimate
+from router.views.pick import by_hash
+from router.views.pod_partition import PodPartition
+from router.views.table import Floats, Ints, Seconds, number_at
 
 TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The
@@ -24,12 +29,14 @@ WARM = 0.5
 
 @dataclass(slots=True)
 class Tie:
-    """The pods about as good as the best one, and what the rules need."""
+    """What the rules need to know."""
 
-    at: Costing
+    at: Estimate
+    scores: Floats
     best: int
-    tied_s: float
-    """Scores that differ by this much count as equal."""
+    """The row of the lowest score."""
+    shares: bool
+    """Whether recent requests had prefixes in common."""
     turns: Turns
     recent: RecentWork
 
@@ -39,62 +46,54 @@ class Tie:
         return self.at.pods.matched_by(self.best) >= WARM * self.at.request.prompt_tokens
 
     @property
-    def is_evened(self) -> bool:
-        """Whether `even_arrivals` counts."""
-        return self.is_warm and self.at.request.parting is None and even_arrivals in RULES
-
-    @property
     def prefill_s(self) -> float:
         """The request's prefill on the best pod."""
-        return _at(self.at.prefill_s, self.best)
+        return number_at(self.at.prefill_s, self.best)
 
-    def rows(self) -> Ints:
-        """Return the pods whose score is hardly above the best."""
-        scores = self.at.scores
-        limit = float(scores[self.best]) + self.tied_s
-        if self.is_evened:
-            limit += running_step_s(self)
-        return (scores <= limit).nonzero()[0]
+    @property
+    def slack_s(self) -> float:
+        """Scores that differ by this much count as equal."""
+        share = TIE_SHARE if self.shares else UNSHARED_TIE_SHARE
+        return share * min(self.prefill_s, self.at.usual.prefill_s)
 
 
-def running_step_s(tie: Tie) -> float:
-    """Return the seconds by which the running step may end sooner or later than predicted: half of the step."""
-    return float(tie.at.step_s[tie.best]) / 2
+def best_row(at: Estimate, scores: Floats) -> int:
+    """Return the row of the lowest score. A hash decides between equal scores, if the pods are otherwise unlike."""
+    rows, matched = (scores == scores.min()).nonzero()[0], at.pods.matched
+    if len(rows) == 1 or (_is_same(at.prefill_s, rows) and (matched is None or _is_same(matched, rows))):
+        return int(rows[0])
+    return by_hash(at.request, at.pods, rows)
 
 
-def no_shorter_match(tie: Tie, rows: Ints) -> Ints:
-    """Leave the pods that hold as much as the best."""
-    matched = tie.at.pods.matched
-    return rows if matched is None else rows[matched[rows] >= matched[tie.best]]
+def close_score(tie: Tie, rows: Ints) -> Ints:
+    """Leave the pods whose score is hardly above the best."""
+    return (tie.scores <= float(tie.scores[tie.best]) + tie.slack_s).nonzero()[0]
 
 
-def no_longer_prefill(tie: Tie, rows: Ints) -> Ints:
-    """Leave the pods on which the prefill takes about as long: this leaves out a pod of half the speed."""
+def same_match(tie: Tie, rows: Ints) -> Ints:
+    """Leave the pods that hold as much of the prompt as the best, and the request's adapter if the best does."""
+    matched, adapter_s = tie.at.pods.matched, tie.at.pods.adapter_s
+    if matched is not None:
+        rows = rows[matched[rows] >= matched[tie.best]]
+    return rows if adapter_s is None else rows[adapter_s[rows] <= adapter_s[tie.best]]
+
+
+def same_speed(tie: Tie, rows: Ints) -> Ints:
+    """Leave the pods on which the prefill takes about as long. This leaves out a pod of half the speed."""
     prefill_s = tie.at.prefill_s
-    if isinstance(prefill_s, float):
-        return rows
-    own_s = tie.prefill_s
-    return rows[prefill_s[rows] <= own_s + TIE_SHARE * own_s]
-
-
-def even_arrivals(tie: Tie, rows: Ints) -> Ints:
-    """Among warm pods, leave those to which no request was sent a moment ago: `uneven_s` is added to the scores."""
-    if not tie.is_evened:
-        return rows
-    evened = tie.at.scores[rows] + uneven_s(tie)[rows]
-    return rows[evened <= evened.min() + tie.tied_s]
+    return rows if isinstance(prefill_s, float) else rows[prefill_s[rows] <= (1 + TIE_SHARE) * tie.prefill_s]
 
 
 def fewest_waiting(tie: Tie, rows: Ints) -> Ints:
     """Leave the pods with the fewest requests that wait for a first token."""
     columns = tie.at.pods.columns
-    waiting = np.maximum(columns.in_flight[rows] - columns.decoding[rows], 0.0)
-    return rows[waiting == waiting.min()]
+    waiting: Floats = np.maximum(columns.in_flight[rows] - columns.decoding[rows], 0.0)
+    return _least(rows, waiting)
 
 
 def idle_first(tie: Tie, rows: Ints) -> Ints:
     """Leave the pods without any request, if there are such and this is the only gateway."""
-    if tie.at.request.parting is not None:
+    if tie.at.request.partition is not None:
         return rows
     is_idle = tie.at.pods.columns.in_flight[rows] == 0
     return rows[is_idle] if is_idle.any() else rows
@@ -102,72 +101,80 @@ def idle_first(tie: Tie, rows: Ints) -> Ints:
 
 def own_pods_first(tie: Tie, rows: Ints) -> Ints:
     """Leave this gateway's own pods, if there are any, because other gateways avoid these."""
-    partition = tie.at.request.parting
+    partition = tie.at.request.partition
     if partition is None:
         return rows
-    own = partition.own_rows(len(tie.at.pods.table))
-    is_own = (rows >= own.start) & (rows < own.stop)
+    is_own = _is_own(partition, rows, len(tie.scores))
     return rows[is_own] if is_own.any() else rows
 
 
-def by_turn(tie: Tie, rows: Ints) -> Ints:
-    """Leave the pod whose last turn is longest ago, or on cold pods the one with the least recent work.
-
-    Turns make the arrivals at each pod even. A prompt computed on a pod attracts similar ones."""
-    return rows if len(rows) == 1 else _first(tie, rows, is_warm=tie.is_warm)
-
-
-def _first(tie: Tie, rows: Ints, *, is_warm: bool) -> Ints:
-    ids, partition = tie.at.pods.table.ids, tie.at.request.parting
-    ranks = (tie.turns.lasts(ids) if is_warm else tie.recent.ranks(ids))[rows]
+def longest_unused(tie: Tie, rows: Ints) -> Ints:
+    """Leave the warm pod whose last turn is longest ago, so that arrivals at each pod come evenly. Of cold pods, leave
+    the one with the least recent work, because a prompt computed on a pod attracts similar ones."""
+    ids, partition = tie.at.pods.table.ids, tie.at.request.partition
+    ranks = (tie.turns.lasts(ids) if tie.is_warm else tie.recent.ranks(ids))[rows]
     if partition is not None:
-        ranks = ranks_of(tie, rows, ranks, is_warm=is_warm)
-    return rows[ranks == ranks.min()]
+        ranks = gateway_ranks(partition, rows, ranks, len(ids), is_warm=tie.is_warm)
+    return _least(rows, ranks)
 
 
-def ranks_of(tie: Tie, rows: Ints, ranks: Floats, *, is_warm: bool) -> Floats:
+def gateway_ranks(partition: PodPartition, rows: Ints, ranks: Floats, pods: int, *, is_warm: bool) -> Floats:
     """Return the ranks for one of several gateways. If a pod belongs to this gateway only in part, it has its turn less
     often, or its recent work counts for more. If all pods belong to others, the order is that of `guest_ranks`."""
-    partition, count = tie.at.request.parting, len(tie.at.pods.table)
-    assert partition is not None
-    own = partition.own_rows(count)
-    if not ((rows >= own.start) & (rows < own.stop)).all():
-        return np.array(partition.guest_ranks(rows.tolist(), ranks.tolist(), count))
-    parts = np.array([partition.part(row, count) for row in rows.tolist()])
-    weighted: Floats = ranks + partition.own_pods(count) / parts if is_warm else ranks / parts
+    if not _is_own(partition, rows, pods).all():
+        return np.array(partition.guest_ranks(rows.tolist(), ranks.tolist(), pods))
+    parts = np.array([partition.part(row, pods) for row in rows.tolist()])
+    weighted: Floats = ranks + partition.own_pods(pods) / parts if is_warm else ranks / parts
     return weighted
-
-
-def uneven_s(tie: Tie) -> Floats:
-    """Return a surcharge on pods that were sent a request less than a step ago: see `EVENNESS`."""
-    columns = tie.at.pods.columns
-    unbegun_s: Floats = np.maximum(tie.at.step_s - (tie.at.request.now_s - columns.sent_s), 0.0)
-    unbegun_s *= EVENNESS * (columns.in_flight > columns.decoding)
-    return unbegun_s
 
 
 Rule = Callable[[Tie, Ints], Ints]
 RULES: tuple[Rule, ...] = (
-    no_shorter_match,
-    no_longer_prefill,
-    even_arrivals,
+    close_score,
+    same_match,
+    same_speed,
     fewest_waiting,
     idle_first,
     own_pods_first,
-    by_turn,
+    longest_unused,
 )
 """The rules, in order."""
 
 
-def choose(tie: Tie) -> int:
+def settle(tie: Tie) -> int:
     """Return the row of the pod that takes the request."""
-    rows = tie.rows()
+    rows = _all_rows(tie)
     for rule in RULES:
-        if len(rows) == 1:
-            break
         rows = rule(tie, rows)
-    return int(rows[0]) if len(rows) == 1 else tie.at.pods.spread(tie.at.request, rows)
+        if len(rows) == 1:
+            return int(rows[0])
+    return by_hash(tie.at.request, tie.at.pods, rows)
 
 
-def _at(numbers: float | Floats, row: int) -> float:
-    return numbers if isinstance(numbers, float) else float(numbers[row])
+def left_out_by(tie: Tie) -> list[str]:
+    """Return for each pod the name of the rule that leaves it out; empty for the pods that no rule leaves out."""
+    found, rows = [""] * len(tie.scores), _all_rows(tie)
+    for rule in RULES:
+        left = rule(tie, rows)
+        for row in np.setdiff1d(rows, left).tolist():
+            found[row] = rule.__name__
+        rows = left
+    return found
+
+
+def _all_rows(tie: Tie) -> Ints:
+    return np.arange(len(tie.scores))
+
+
+def _least(rows: Ints, numbers: Floats) -> Ints:
+    is_least: NDArray[np.bool_] = numbers == numbers.min()
+    return rows[is_least]
+
+
+def _is_own(partition: PodPartition, rows: Ints, pods: int) -> NDArray[np.bool_]:
+    own = partition.own_rows(pods)
+    return (rows >= own.start) & (rows < own.stop)
+
+
+def _is_same(numbers: Seconds, rows: Ints) -> bool:
+    return isinstance(numbers, float) or bool((numbers[rows] == numbers[rows[0]]).all())
