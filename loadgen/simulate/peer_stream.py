@@ -5,9 +5,8 @@ timing is simulated. The rest, the delay of one way to Redis or back, is drawn f
 
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
-CPU_S and SPREAD are fitted to two real gateways, a process each, with a real Redis on an idle machine of two cores
-(`python -m tests.bench.gateway.bench_peer_sync_late`, 2026-11-23; over loopback, so without a network). MEASURED.md,
-"How late gateways hear", has the fit."""
+CPU_S and SPREAD are fitted to two real gateways with a real Redis on an idle machine of two cores, over loopback
+(`python -m tests.bench.gateway.bench_peer_sync_late`, 2026-11-23; loadgen/MEASURED.md has the fit)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """When a gateway tells the others what it did, and when it reads what they tell. Pure.
 
 It tells at once where a request went, and the rest in batches. A pod looks idle to the other gateways until they hear
-of the prompt that it was just sent. This delay costs time to first token (`router/routing/DECISIONS.md`). Late news of
+of the prompt that it was just sent. This delay costs time to first token (`router/DECISIONS.md`). Late news of
 first tokens and ends costs less, and only near saturation. So these are told early only if few messages are sent.
 """
 

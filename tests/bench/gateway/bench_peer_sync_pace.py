@@ -4,7 +4,7 @@
 
 The bench runs in virtual time, with the production publishers and readers and a server that takes 0.1 ms either way and
 no CPU. So only the pauses between messages and between reads make gateways late, and the figures are the same on every
-machine; `bench_beliefs_late` shows what a real machine adds.
+machine; `bench_peer_sync_late` shows what a real machine adds.
 """
 
 from __future__ import annotations
