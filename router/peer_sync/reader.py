@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
 from engine.contract.events import DecodeError, UnknownVersion
-from router.peer_sync.beliefs import ANY_LIFE, Life
-from router.peer_sync.beliefs_codec import decode
-from router.peer_sync.beliefs_others import SAME_S, Heard
-from router.peer_sync.beliefs_pace import ReadPace
-from router.peer_sync.beliefs_shared import SharedBeliefs
-from router.peer_sync.beliefs_snapshot import decode_snapshot
-from router.peer_sync.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, BeliefWire, Entry, sent_at
+from router.peer_sync.assumed_snapshot import decode_snapshot
+from router.peer_sync.codec import decode
+from router.peer_sync.messages import ANY_LIFE, Life
+from router.peer_sync.pace import ReadPace
+from router.peer_sync.peers import SAME_S, Heard
+from router.peer_sync.shared_state import SharedState
+from router.peer_sync.wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, Entry, PeerWire, sent_at
 from router.views.types import PodId
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ COMPLAINT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class OtherGateway:
+class PeerSeen:
     """Another gateway that was heard."""
 
     name: str
@@ -48,12 +48,12 @@ class OtherGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class BeliefStatus:
+class PeerSyncStatus:
     """What gateways share, as an operator sees it."""
 
     sharing: bool = False
     connected: bool = False
-    gateways: Sequence[OtherGateway] = ()
+    gateways: Sequence[PeerSeen] = ()
     sent: int = 0
     """Messages of this gateway."""
     sent_bytes: int = 0
@@ -78,12 +78,12 @@ class BeliefStatus:
     last_error: str | None = None
 
 
-class BeliefReader:
+class PeerReader:
     """Reads the messages in `wire` and passes them to `others`. It survives every failure of Redis."""
 
-    def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
+    def __init__(self, wire: PeerWire, shared: SharedState) -> None:
         self._wire = wire
-        self._notebook = shared.notebook
+        self._outbox = shared.outbox
         self._others = shared.others
         self._plan = shared.plan
         self._sink = shared.sink
@@ -130,7 +130,7 @@ class BeliefReader:
             self._stale.pop(pod, None)
         self._fresh |= set(pods) - self._pods
         self._pods = set(pods)
-        for times in (self._void_s, self._notebook.forgotten_s):
+        for times in (self._void_s, self._outbox.forgotten_s):
             for pod in [pod for pod, at_s in times.items() if pod not in pods and now_s - at_s > KEPT_S]:
                 del times[pod]
 
@@ -145,18 +145,18 @@ class BeliefReader:
             return False
         return True
 
-    def status(self) -> BeliefStatus:
+    def status(self) -> PeerSyncStatus:
         """Return this side's status; the publisher adds what was sent."""
         now_s = asyncio.get_running_loop().time()
-        return BeliefStatus(
+        return PeerSyncStatus(
             sharing=True,
             connected=self._connected,
             gateways=[
-                OtherGateway(other.name, f"{other.life:016x}", max(0.0, now_s - other.heard_at_s), len(other.in_flight))
+                PeerSeen(other.name, f"{other.life:016x}", max(0.0, now_s - other.heard_at_s), len(other.in_flight))
                 for other in self._others.gateways()
             ],
-            lost=self._notebook.lost,
-            waiting=len(self._notebook),
+            lost=self._outbox.lost,
+            waiting=len(self._outbox),
             heard=self._heard,
             refused=self._refused,
             unknown=self._unknown,
@@ -275,7 +275,7 @@ class BeliefReader:
         if heard.is_wished:
             self._plan.asked(now_s)
         if heard.is_missed:
-            self._notebook.has_lost = True
+            self._outbox.has_lost = True
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -328,18 +328,18 @@ class BeliefReader:
         runs = [(min(now_s, self._clock.here(at_s)), keys) for at_s, keys in snapshot.runs]
         runs = [(at_s, keys) for at_s, keys in runs if at_s > since_s]
         if runs:
-            self._sink.believe(pod, runs)
+            self._sink.assume(pod, runs)
             self._told.add(pod)
             self._plan.changed(pod, now_s)
             self._plan.written(pod, now_s)
         if answers:
             told = {key for _, keys in snapshot.runs for key in keys}
-            if any(not told.issuperset(keys) for _, keys in self._sink.believed(pod) or ()):
+            if any(not told.issuperset(keys) for _, keys in self._sink.assumed(pod) or ()):
                 self._plan.answer(pod, now_s)
 
     def _void(self, pod: PodId) -> float:
         """Return the time before which all beliefs about the pod are void."""
-        return max(self._void_s.get(pod, -math.inf), self._notebook.forgotten_s.get(pod, -math.inf))
+        return max(self._void_s.get(pod, -math.inf), self._outbox.forgotten_s.get(pod, -math.inf))
 
     def _make_wishes(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -351,7 +351,7 @@ class BeliefReader:
                 self._unfound = {pod for pod in self._unfound if self._sink.knows(pod)}
                 if not self._unfound or not len(self._others):
                     continue
-            self._notebook.wish(life, now_s)
+            self._outbox.wish(life, now_s)
 
     # -- trouble ----------------------------------------------------------------------------------------------
 
