@@ -13,15 +13,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.common.redis_client import raise_if_cancelled
+from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.events import DecodeError, UnknownVersion
-from router.peer_sync.beliefs import ANY_LIFE, Life
-from router.peer_sync.beliefs_codec import decode
-from router.peer_sync.beliefs_others import SAME_S, Heard
-from router.peer_sync.beliefs_pace import ReadPace
-from router.peer_sync.beliefs_shared import SharedBeliefs
-from router.peer_sync.beliefs_snapshot import decode_snapshot
-from router.peer_sync.beliefs_wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, BeliefWire, Entry, sent_at
+from router.peer_sync.assumed_snapshot import decode_snapshot
+from router.peer_sync.codec import decode
+from router.peer_sync.messages import ANY_LIFE, Life
+from router.peer_sync.pace import ReadPace
+from router.peer_sync.peers import SAME_S, Heard
+from router.peer_sync.shared_state import SharedState
+from router.peer_sync.wire import KEPT_S, READ_ENTRIES, RETAIN_S, UNDERWAY_S, Entry, PeerWire, sent_at
 from router.views.types import PodId
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,12 @@ SILENCE_S = 10.0
 """If not even this gateway's own messages came for this long, the address may lead to another server by now."""
 WISH_S = 1.0
 """Seconds between two wishes, and between a load that found nothing and the wish that follows it."""
-MAX_BACKOFF_S = 0.5
 COMPLAINT_S = 60.0
 """The same complaint is logged this often."""
 
 
 @dataclass(frozen=True, slots=True)
-class OtherGateway:
+class PeerSeen:
     """Another gateway that was heard."""
 
     name: str
@@ -48,12 +48,12 @@ class OtherGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class BeliefStatus:
+class PeerSyncStatus:
     """What gateways share, as an operator sees it."""
 
     sharing: bool = False
     connected: bool = False
-    gateways: Sequence[OtherGateway] = ()
+    gateways: Sequence[PeerSeen] = ()
     sent: int = 0
     """Messages of this gateway."""
     sent_bytes: int = 0
@@ -78,12 +78,12 @@ class BeliefStatus:
     last_error: str | None = None
 
 
-class BeliefReader:
+class PeerReader:
     """Reads the messages in `wire` and passes them to `others`. It survives every failure of Redis."""
 
-    def __init__(self, wire: BeliefWire, shared: SharedBeliefs) -> None:
+    def __init__(self, wire: PeerWire, shared: SharedState) -> None:
         self._wire = wire
-        self._notebook = shared.notebook
+        self._outbox = shared.outbox
         self._others = shared.others
         self._plan = shared.plan
         self._sink = shared.sink
@@ -107,12 +107,11 @@ class BeliefReader:
         self._heard_at_s = 0.0
         self._pace = ReadPace()
         self._changed = asyncio.Event()
-        self._outage = Outage()
+        self._outage = Outage(log, "gateways", "this one goes by what it knows")
         self._complaints: dict[str, float] = {}
-        self._connected = False
         self._heard = self._refused = self._unknown = self._gaps = 0
         self._lag_s = 0.0
-        self._last_error: str | None = None
+        self._complaint: str | None = None
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -130,7 +129,7 @@ class BeliefReader:
             self._stale.pop(pod, None)
         self._fresh |= set(pods) - self._pods
         self._pods = set(pods)
-        for times in (self._void_s, self._notebook.forgotten_s):
+        for times in (self._void_s, self._outbox.forgotten_s):
             for pod in [pod for pod, at_s in times.items() if pod not in pods and now_s - at_s > KEPT_S]:
                 del times[pod]
 
@@ -145,44 +144,35 @@ class BeliefReader:
             return False
         return True
 
-    def status(self) -> BeliefStatus:
+    def status(self) -> PeerSyncStatus:
         """Return this side's status; the publisher adds what was sent."""
         now_s = asyncio.get_running_loop().time()
-        return BeliefStatus(
+        return PeerSyncStatus(
             sharing=True,
-            connected=self._connected,
+            connected=self._outage.is_connected,
             gateways=[
-                OtherGateway(other.name, f"{other.life:016x}", max(0.0, now_s - other.heard_at_s), len(other.in_flight))
+                PeerSeen(other.name, f"{other.life:016x}", max(0.0, now_s - other.heard_at_s), len(other.in_flight))
                 for other in self._others.gateways()
             ],
-            lost=self._notebook.lost,
-            waiting=len(self._notebook),
+            lost=self._outbox.lost,
+            waiting=len(self._outbox),
             heard=self._heard,
             refused=self._refused,
             unknown=self._unknown,
             gaps=self._gaps,
             pods=len(self._told),
             lag_s=self._lag_s,
-            last_error=self._last_error,
+            last_error=self._outage.last_error or self._complaint,
         )
 
     async def run(self) -> None:
         """Follow the other gateways until cancelled."""
-        backoff_s = 0.1
-        while True:
-            raise_if_cancelled()
-            try:
-                await self._follow()
-            except REDIS_ERRORS as error:
-                self._disconnected(error)
-            except Exception as error:  # outermost loop: a defect in one message must not end the reading
-                self._disconnected(error, defect=error)
-            backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
-            self._connected = False
-            self._others.expire(asyncio.get_running_loop().time())
-            self._clock.lost()
-            await self._wire.reset()
-            await asyncio.sleep(backoff_s)
+        await keep_trying(self._follow, self._outage, self._reset)
+
+    async def _reset(self) -> None:
+        self._others.expire(asyncio.get_running_loop().time())
+        self._clock.lost()
+        await self._wire.reset()
 
     # -- one connection ---------------------------------------------------------------------------------------
 
@@ -203,10 +193,9 @@ class BeliefReader:
             if entries:
                 self._heard_at_s = clock()
                 self._lag_s = max(0.0, clock() - self._clock.here(sent_at(self._tail)))
-            if not self._connected:
-                log.info("gateways: hearing what the others tell")
-                self._connected, self._last_error = True, None
-                self._outage.end()
+            if not self._outage.is_connected:
+                self._complaint = None
+            self._outage.succeeded()
             self._others.expire(clock())
             self._make_wishes()
             await self._clock.sync(self._wire)
@@ -275,7 +264,7 @@ class BeliefReader:
         if heard.is_wished:
             self._plan.asked(now_s)
         if heard.is_missed:
-            self._notebook.has_lost = True
+            self._outbox.has_lost = True
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -328,18 +317,18 @@ class BeliefReader:
         runs = [(min(now_s, self._clock.here(at_s)), keys) for at_s, keys in snapshot.runs]
         runs = [(at_s, keys) for at_s, keys in runs if at_s > since_s]
         if runs:
-            self._sink.believe(pod, runs)
+            self._sink.assume(pod, runs)
             self._told.add(pod)
             self._plan.changed(pod, now_s)
             self._plan.written(pod, now_s)
         if answers:
             told = {key for _, keys in snapshot.runs for key in keys}
-            if any(not told.issuperset(keys) for _, keys in self._sink.believed(pod) or ()):
+            if any(not told.issuperset(keys) for _, keys in self._sink.assumed(pod) or ()):
                 self._plan.answer(pod, now_s)
 
     def _void(self, pod: PodId) -> float:
         """Return the time before which all beliefs about the pod are void."""
-        return max(self._void_s.get(pod, -math.inf), self._notebook.forgotten_s.get(pod, -math.inf))
+        return max(self._void_s.get(pod, -math.inf), self._outbox.forgotten_s.get(pod, -math.inf))
 
     def _make_wishes(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -351,18 +340,13 @@ class BeliefReader:
                 self._unfound = {pod for pod in self._unfound if self._sink.knows(pod)}
                 if not self._unfound or not len(self._others):
                     continue
-            self._notebook.wish(life, now_s)
+            self._outbox.wish(life, now_s)
 
     # -- trouble ----------------------------------------------------------------------------------------------
 
-    def _disconnected(self, error: Exception, *, defect: Exception | None = None) -> None:
-        self._last_error = f"Redis: {error or type(error).__name__}"
-        if self._outage.is_news(error):
-            log.warning("gateways: %s; this one uses what it knows", self._last_error, exc_info=defect)
-
     def _complain(self, text: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        self._last_error = text
+        self._complaint = text
         if now_s - self._complaints.get(text, -math.inf) > COMPLAINT_S:
             if len(self._complaints) > 64:
                 self._complaints.clear()

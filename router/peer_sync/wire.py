@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from redis.asyncio import Redis
 
 from engine.common.redis_client import connect, drop_connections
-from engine.contract.redis_keys import BELIEFS_STREAM, STREAM_DATA_FIELD, belief_key
+from engine.contract.redis_keys import PEER_STREAM, STREAM_DATA_FIELD, assumed_key
 
 RETAIN_S = 45.0
 """Messages are kept at least this long, longer if that is cheaper: beliefs are written more often than this."""
@@ -29,7 +29,7 @@ Entry = tuple[bytes, bytes]
 """An entry's id and its message."""
 
 
-class BeliefWire(Protocol):
+class PeerWire(Protocol):
     """A store of messages and beliefs. All calls except the last two raise REDIS_ERRORS."""
 
     async def time(self) -> float:
@@ -69,7 +69,7 @@ class RedisClock:
         self.offset_s = 0.0
         self._synced_at_s = -math.inf
 
-    async def sync(self, wire: BeliefWire) -> None:
+    async def sync(self, wire: PeerWire) -> None:
         """Ask Redis for the time, unless that was done in the last CLOCK_S. Raises REDIS_ERRORS."""
         clock = asyncio.get_running_loop().time
         asked_s = clock()
@@ -100,7 +100,7 @@ def sent_at(entry_id: bytes) -> float:
 
 
 class RedisWire:
-    """A `BeliefWire` with one client. It connects at its first call."""
+    """A `PeerWire` with one client. It connects at its first call."""
 
     def __init__(self, url: str) -> None:
         self._expiry_set_s = -math.inf
@@ -109,57 +109,57 @@ class RedisWire:
             self.redis.set_response_callback(command, _as_it_is)
 
     async def time(self) -> float:
-        """See BeliefWire."""
+        """See PeerWire."""
         seconds, microseconds = await self.redis.time()
         return float(seconds + microseconds / 1e6)
 
     async def append(self, data: bytes, now_s: float) -> None:
-        """See BeliefWire. The stream expires if nobody writes for long."""
+        """See PeerWire. The stream expires if nobody writes for long."""
         oldest = f"{max(0, int((now_s - RETAIN_S) * 1000))}-0"
         fields: Any = {STREAM_DATA_FIELD: data}
-        await self.redis.xadd(BELIEFS_STREAM, fields, minid=oldest, approximate=True)
+        await self.redis.xadd(PEER_STREAM, fields, minid=oldest, approximate=True)
         if now_s - self._expiry_set_s > EXPIRY_S:
-            await self.redis.expire(BELIEFS_STREAM, int(KEPT_S))
+            await self.redis.expire(PEER_STREAM, int(KEPT_S))
             self._expiry_set_s = now_s
 
     async def newest(self) -> bytes:
-        """See BeliefWire."""
-        entries: Any = await self.redis.xrevrange(BELIEFS_STREAM, count=1)
+        """See PeerWire."""
+        entries: Any = await self.redis.xrevrange(PEER_STREAM, count=1)
         return bytes(entries[0][0]) if entries else b"0-0"
 
     async def read(self, after: bytes, block_ms: int) -> list[Entry]:
-        """See BeliefWire."""
-        streams: dict[Any, Any] = {BELIEFS_STREAM: after}
+        """See PeerWire."""
+        streams: dict[Any, Any] = {PEER_STREAM: after}
         answer: Any = await self.redis.xread(streams, count=READ_ENTRIES, block=block_ms)
         found = answer.items() if isinstance(answer, dict) else answer or ()  # RESP3 has a map, RESP2 pairs
         return [entry for _, entries in found for entry in _entries(entries)]
 
     async def range(self, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
-        """See BeliefWire."""
+        """See PeerWire."""
         start: Any = max(0, int(since_s * 1000))
         while True:
-            entries: Any = await self.redis.xrange(BELIEFS_STREAM, start, until, count=PAGE_ENTRIES)
+            entries: Any = await self.redis.xrange(PEER_STREAM, start, until, count=PAGE_ENTRIES)
             yield _entries(entries)
             if len(entries) < PAGE_ENTRIES:
                 return
             start = b"(" + entries[-1][0]
 
     async def put(self, pod: str, data: bytes) -> None:
-        """See BeliefWire."""
-        await self.redis.set(belief_key(pod), data, px=int(KEPT_S * 1000))
+        """See PeerWire."""
+        await self.redis.set(assumed_key(pod), data, px=int(KEPT_S * 1000))
 
     async def get(self, pods: Sequence[str]) -> list[bytes | None]:
-        """See BeliefWire."""
-        found: Any = await self.redis.mget([belief_key(pod) for pod in pods])
+        """See PeerWire."""
+        found: Any = await self.redis.mget([assumed_key(pod) for pod in pods])
         return list(found)
 
     async def reset(self) -> None:
-        """See BeliefWire."""
+        """See PeerWire."""
         self._expiry_set_s = -math.inf
         await drop_connections(self.redis)
 
     async def close(self) -> None:
-        """See BeliefWire."""
+        """See PeerWire."""
         await self.redis.aclose()
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.simulate import telling
+from loadgen.simulate import peer_stream
 from loadgen.simulate.gateway import Gateway
+from loadgen.simulate.peer_stream import PeerStream
 from loadgen.simulate.routing import Scrape
-from loadgen.simulate.telling import BeliefStream
 from loadgen.simulate.timeline import Timeline
-from router.peer_sync.beliefs import BeliefMessage, Life
-from router.peer_sync.beliefs_pace import Pace, ReadPace
+from router.peer_sync.messages import Life, PeerMessage
+from router.peer_sync.pace import Pace, ReadPace
 
 
 @dataclass
@@ -30,20 +30,20 @@ class Listener:
     """When each message was sent, and when it was received."""
     numbers: list[int] = field(default_factory=list)
 
-    def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
+    def heard(self, message: PeerMessage, sent_at_s: float) -> None:
         self.heard_s.append((sent_at_s, self.timeline.now_s))
         self.numbers.append(message.seq)
 
 
-def message(number: int) -> BeliefMessage:
-    return BeliefMessage(Life(1), "gateway", number, 256)
+def message(number: int) -> PeerMessage:
+    return PeerMessage(Life(1), "gateway", number, 256)
 
 
 def played(sent: Sequence[tuple[float, int]], gateways: int, *, seed: int = 1, scale: float = 1.0) -> list[Listener]:
     """Send each message, given as its time and the number of its gateway."""
     timeline = Timeline()
     listeners = [Listener(f"gateway-{number}", timeline) for number in range(gateways)]
-    stream = BeliefStream(timeline, cast(list[Gateway], listeners), seed=seed, scale=scale)
+    stream = PeerStream(timeline, cast(list[Gateway], listeners), seed=seed, scale=scale)
     for number, (at_s, by) in enumerate(sent):
         by_gateway, told = cast(Gateway, listeners[by % gateways]), message(number)
         timeline.at(at_s, lambda by_gateway=by_gateway, told=told: stream.append(by_gateway, told))  # type: ignore[misc]
@@ -65,7 +65,7 @@ def test_all_others_hear_each_message_once_and_those_of_one_gateway_in_order(
         for other in range(gateways):
             by_other = [number for number in listener.numbers if sorted(sent)[number][1] % gateways == other]
             assert by_other == sorted(by_other)
-        assert all(heard_s - sent_s >= scale * 2 * telling.NETWORK_S for sent_s, heard_s in listener.heard_s)
+        assert all(heard_s - sent_s >= scale * 2 * peer_stream.NETWORK_S for sent_s, heard_s in listener.heard_s)
 
 
 def test_a_scale_of_zero_is_at_once() -> None:
@@ -89,16 +89,16 @@ def requests(rate: float, count: int, seed: int) -> list[tuple[float, int]]:
         now_s += rng.expovariate(rate)
         by = rng.randrange(2)
         at_s = paces[by].due_s(now_s, now_s, 2)
-        paces[by].sent(at_s, 2, tells_ways=True)
+        paces[by].sent(at_s, 2, has_routed=True)
         sent.append((at_s, by))
     return sorted(sent)
 
 
 def test_on_one_machine_it_takes_what_real_gateways_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench_beliefs_late` measured delays of 0.6 ms at p10, 0.8 at p50, 3.0 at p90 and 4.5 at p99, with 49 requests/s
-    on two idle cores. Those gateways paused for 2.5 ms after each read. Here gateways send nothing else, so some reads
-    come sooner."""
-    monkeypatch.setattr(telling, "NETWORK_S", 0.0)
+    """`bench_peer_sync_late` measured delays of 0.6 ms at p10, 0.8 at p50, 3.0 at p90 and 4.5 at p99, with 49
+    requests/s on two idle cores. Those gateways paused for 2.5 ms after each read. Here gateways send nothing else, so
+    some reads come sooner."""
+    monkeypatch.setattr(peer_stream, "NETWORK_S", 0.0)
     monkeypatch.setattr(ReadPace, "pause_s", lambda pace, now_s, gateways: 0.0025)
     late_s = sorted(
         heard_s - sent_s

@@ -23,7 +23,7 @@ _RUN = struct.Struct("<fI")
 
 
 @dataclass(frozen=True, slots=True)
-class BeliefSnapshot:
+class AssumedSnapshot:
     """Beliefs about one pod. Times in `runs`, and `written_s`, are seconds of Redis's clock."""
 
     stride: int
@@ -46,7 +46,7 @@ def encode_snapshot(stride: int, written_s: float, runs: Sequence[Run]) -> bytes
     return b"".join((_HEAD.pack(VERSION, 0, 0, stride, written_s, len(kept), total), *heads, *body))
 
 
-def decode_snapshot(data: bytes) -> BeliefSnapshot:
+def decode_snapshot(data: bytes) -> AssumedSnapshot:
     """Return the snapshot in `data`. Raises UnknownVersion, and DecodeError on invalid bytes or absurd numbers."""
     try:
         if data and data[0] != VERSION:
@@ -69,4 +69,4 @@ def decode_snapshot(data: bytes) -> BeliefSnapshot:
         used += count
     if used != total:
         raise DecodeError(f"beliefs of a pod with {total} keys, of which its runs have {used}")
-    return BeliefSnapshot(stride, written_s, runs)
+    return AssumedSnapshot(stride, written_s, runs)

@@ -18,7 +18,7 @@ from engine.contract.events import Keys
 from engine.contract.keys import prefix_keys
 from router.registry.index import PrefixIndex
 from router.views.types import PodId
-from tests.router.peer_sync.belief_ends import TTL_S, End, ScriptedServer, ScriptedWire
+from tests.router.peer_sync.ends import TTL_S, End, ScriptedServer, ScriptedWire
 
 PODS = [PodId("a"), PodId("b")]
 QUIET_S = 8.0
@@ -76,7 +76,7 @@ class Play:
         match deed:
             case "route", who, pod, keys:
                 end = self.ends[who]
-                end.notebook.ended(end.route(pod, keys), now_s)
+                end.outbox.ended(end.route(pod, keys), now_s)
                 self.model.speculate(pod, keys, now_s, TTL_S)
                 self.routed[pod] |= set(keys)
             case "undo", who, pod, keys, *delay_s:
@@ -115,7 +115,7 @@ class Play:
 
 
 def believed(index: PrefixIndex) -> dict[PodId, set[int]]:
-    return {pod: {key for _, keys in index.believed(pod) for key in keys} for pod in PODS}
+    return {pod: {key for _, keys in index.assumed(pod) for key in keys} for pod in PODS}
 
 
 def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -> list[dict[PodId, set[int]]]:

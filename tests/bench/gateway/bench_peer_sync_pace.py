@@ -1,10 +1,10 @@
 """How late gateways hear of each other by design, and the cost for Redis.
 
-    python -m tests.bench.gateway.bench_beliefs_pace
+    python -m tests.bench.gateway.bench_peer_sync_pace
 
 The bench runs in virtual time, with the production publishers and readers and a server that takes 0.1 ms either way and
 no CPU. So only the pauses between messages and between reads make gateways late, and the figures are the same on every
-machine; `bench_beliefs_late` shows what a real machine adds.
+machine; `bench_peer_sync_late` shows what a real machine adds.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Sequence
 import looptime
 
 from engine.contract.keys import prefix_keys
-from router.peer_sync import beliefs_pace
-from router.peer_sync.beliefs import Routed
-from router.peer_sync.beliefs_wire import Entry
+from router.peer_sync import pace
+from router.peer_sync.messages import Routed
+from router.peer_sync.wire import Entry
 from router.views.types import PodId
-from tests.router.peer_sync.belief_ends import End, ScriptedServer, ScriptedWire
+from tests.router.peer_sync.ends import End, ScriptedServer, ScriptedWire
 
 LOADS = ((2, 50.0), (2, 500.0), (4, 125.0), (10, 2000.0))
 """Gateways, and total requests per second."""
-IN_BATCHES = {"ROUTED_S": beliefs_pace.REST_S, "BURST": 1, "READ_S": 0.01}
-"""The constants of `beliefs_pace` in the version that told the destinations of requests together with all other
+IN_BATCHES = {"ROUTED_S": pace.REST_S, "BURST": 1, "READ_S": 0.01}
+"""The constants of `pace` in the version that told the destinations of requests together with all other
 news."""
 SECONDS = 4.0
 TRIP_S = 0.0001
@@ -106,13 +106,13 @@ async def play(count: int, rate: float) -> str:
     number = 0
     while (next_s := next_s + rng.expovariate(rate)) < end_s:
         await asyncio.sleep(max(0.0, next_s - loop.time()))
-        notebook = ends[number % count].notebook
-        place = notebook.routed(
+        outbox = ends[number % count].outbox
+        place = outbox.routed(
             PODS[number % len(PODS)], "0" * 32, rng.choice(CHAINS), loop.time(),
             prompt_tokens=1500, uncached_tokens=1000, output_tokens=128,
         )  # fmt: skip
-        loop.call_later(0.02, notebook.began, place, loop.time() + 0.02, None)
-        loop.call_later(0.1, notebook.ended, place, loop.time() + 0.1)
+        loop.call_later(0.02, outbox.began, place, loop.time() + 0.02, None)
+        loop.call_later(0.1, outbox.ended, place, loop.time() + 0.1)
         number += 1
     late_ms = sorted(1e3 * late_s for end in ends for late_s in end.late_s)
     commands = {name: times / SECONDS for name, times in server.commands.items()}
@@ -129,17 +129,17 @@ def main() -> None:
     """Print two rows for each load: told at once, and in batches with all other news."""
     for count, rate in LOADS:
         for name, changes in (("at once", {}), ("in batches", IN_BATCHES)):
-            usual = {constant: getattr(beliefs_pace, constant) for constant in changes}
+            usual = {constant: getattr(pace, constant) for constant in changes}
             loop = looptime.new_event_loop(noop_cycles=1)
             try:
                 for constant, value in changes.items():
-                    setattr(beliefs_pace, constant, value)
+                    setattr(pace, constant, value)
                 found = loop.run_until_complete(play(count, rate))
                 print(f"{count:2} gateways, {rate:4.0f} requests/s, {name:10}: {found}")
             finally:
                 loop.close()
                 for constant, value in usual.items():
-                    setattr(beliefs_pace, constant, value)
+                    setattr(pace, constant, value)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class Wish(NamedTuple):
 Event = Routed | InFlight | Began | Ended | Undone | Refuted | Forgotten | Written | Wish
 
 
-class BeliefMessage(NamedTuple):
+class PeerMessage(NamedTuple):
     """What one gateway tells at a time. `seq` counts the messages of one `life` from 1."""
 
     life: Life
@@ -139,7 +139,7 @@ class OnRouted(Protocol):
         """`at_s`: when the request was sent, in seconds of this process's loop. Must not wait, and raises nothing."""
 
 
-class BeliefSink(Protocol):
+class PeerSink(Protocol):
     """Receives what others tell. `request` is unique among all gateways. Times are seconds of this process's loop."""
 
     def knows(self, pod: PodId) -> bool:
@@ -168,9 +168,9 @@ class BeliefSink(Protocol):
     def forgotten(self, pod: PodId, at_s: float) -> None:
         """Forget what is believed about the pod, except what requests after `at_s` brought."""
 
-    def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
+    def assume(self, pod: PodId, runs: Sequence[Run]) -> None:
         """Believe what earlier gateways believed. `runs`: uses and their keys, in the order in which the keys would be
         dropped."""
 
-    def believed(self, pod: PodId) -> Sequence[Run] | None:
+    def assumed(self, pod: PodId) -> Sequence[Run] | None:
         """Return all that is believed about the pod; None for an unknown pod."""

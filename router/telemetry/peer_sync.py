@@ -10,7 +10,7 @@ from router.telemetry.collectors import Tally
 
 
 @dataclass(frozen=True, slots=True)
-class BeliefValues:
+class PeerSyncValues:
     """Values read when Prometheus scrapes."""
 
     gateways: int = 0
@@ -30,7 +30,7 @@ class BeliefValues:
 
 
 _GAUGES = (
-    ("gateways", "Other gateways that were heard in the last ten minutes and have not stopped"),
+    ("gateways", "Peer gateways that were heard in the last ten minutes and have not stopped"),
     ("connected", "1 while this gateway hears the others through Redis"),
     ("engines", "Engines about which other gateways told something"),
     ("in_flight", "Requests of other gateways that are in flight on engines that publish nothing"),
@@ -49,7 +49,7 @@ _COUNTERS = (
 )
 
 
-class BeliefMetrics:
+class PeerSyncMetrics:
     """`warmroute_gateway_beliefs_*`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -60,7 +60,7 @@ class BeliefMetrics:
         for tally in self._tallies.values():
             registry.register(tally)
 
-    def set(self, values: BeliefValues) -> None:
+    def set(self, values: PeerSyncValues) -> None:
         """Take the values of a scrape."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(values, name))

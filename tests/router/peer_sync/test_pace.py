@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.keys import prefix_keys
-from router.peer_sync.beliefs import Ended, Life, Routed
-from router.peer_sync.beliefs_codec import decode
-from router.peer_sync.beliefs_own import Notebook
-from router.peer_sync.beliefs_pace import (
+from router.peer_sync.codec import decode
+from router.peer_sync.messages import Ended, Life, Routed
+from router.peer_sync.outbox import Outbox
+from router.peer_sync.pace import (
     BURST,
     LINGER_S,
     REST_S,
@@ -27,7 +27,7 @@ from router.peer_sync.beliefs_pace import (
     routed_s,
 )
 from router.views.types import PodId
-from tests.router.peer_sync.belief_ends import End, ScriptedServer, ScriptedWire
+from tests.router.peer_sync.ends import End, ScriptedServer, ScriptedWire
 
 POD = PodId("a")
 KEYS = prefix_keys(b"a prompt", 0, 2)
@@ -44,7 +44,7 @@ def played(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]
             now_s = due_s
             late_s += [now_s - routed_s for routed_s in waiting]
             sent_s.append(now_s)
-            pace.sent(now_s, gateways, tells_ways=True)
+            pace.sent(now_s, gateways, has_routed=True)
             waiting.clear()
         now_s = at_s
         waiting.append(at_s)
@@ -90,7 +90,7 @@ def test_ends_are_told_early_only_while_ways_can_still_be_told_at_once(gateways:
         if due_s <= now_s:
             early += now_s < last_s + rest_s(gateways)
             last_s = now_s
-            pace.sent(now_s, gateways, tells_ways=False)
+            pace.sent(now_s, gateways, has_routed=False)
         assert pace.due_s(None, now_s, gateways) <= now_s + 1e-9
     assert early <= BURST / 2 + 1 + now_s / routed_s(gateways)
 
@@ -98,26 +98,26 @@ def test_ends_are_told_early_only_while_ways_can_still_be_told_at_once(gateways:
 def test_ends_wait_where_ways_take_all_messages() -> None:
     pace, now_s = Pace(), 1.0
     for _ in range(BURST):
-        pace.sent(now_s, 4, tells_ways=True)
+        pace.sent(now_s, 4, has_routed=True)
     assert pace.due_s(now_s, None, 4) == pytest.approx(now_s + BURST / 2 * routed_s(4))
 
 
 def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
-    notebook = Notebook(Life(1), "gateway-1", 256)
+    outbox = Outbox(Life(1), "gateway-1", 256)
     heard: list[float] = []
-    notebook.on_first = lambda: heard.append(0.0)
-    notebook.wish(Life(2), 1.0)
-    assert notebook.oldest_routed_s is None
-    number = notebook.routed(POD, "0" * 32, KEYS, 2.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
-    assert notebook.oldest_routed_s == 2.0
+    outbox.on_first = lambda: heard.append(0.0)
+    outbox.wish(Life(2), 1.0)
+    assert outbox.oldest_routed_s is None
+    number = outbox.routed(POD, "0" * 32, KEYS, 2.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
+    assert outbox.oldest_routed_s == 2.0
     assert len(heard) == 2, "a request's pod is told sooner than the wish that waited"
-    notebook.routed(POD, "0" * 32, KEYS, 3.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
-    assert notebook.oldest_routed_s == 2.0
-    notebook.take(4.0)
-    assert notebook.oldest_routed_s is None
-    notebook.ended(number, 5.0)
-    assert notebook.oldest_s == 5.0
-    assert notebook.oldest_routed_s is None
+    outbox.routed(POD, "0" * 32, KEYS, 3.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
+    assert outbox.oldest_routed_s == 2.0
+    outbox.take(4.0)
+    assert outbox.oldest_routed_s is None
+    outbox.ended(number, 5.0)
+    assert outbox.oldest_s == 5.0
+    assert outbox.oldest_routed_s is None
 
 
 @pytest.mark.parametrize("quiet_s", [0.0, 0.02, 1.0])
@@ -136,7 +136,7 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_soon(quiet_s: 
             number, routed_at_s = end.route(POD, KEYS), clock()
             ended_at_s = clock() + 0.003
             await asyncio.sleep(0.003)
-            end.notebook.ended(number, ended_at_s)
+            end.outbox.ended(number, ended_at_s)
             await asyncio.sleep(0.1)
             told = {
                 type(event): at / 1e6 - server.ahead_s

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from engine.contract.events import Keys
-from router.peer_sync.beliefs import (
+from router.peer_sync.messages import (
     Began,
-    BeliefMessage,
     Ended,
     Event,
     Forgotten,
     InFlight,
     Life,
+    PeerMessage,
     Refuted,
     Routed,
     Undone,
@@ -53,7 +53,7 @@ class _Open:
     """Whether its Routed event was taken, or lost."""
 
 
-class Notebook:
+class Outbox:
     """Events of this gateway that the others have not been told, oldest first, and its requests in flight.
 
     Times are seconds of one clock that never goes back. Events that do not fit are lost. Then `has_lost` is true until
@@ -193,7 +193,7 @@ class Notebook:
         for pod, at_s in self._emptied_s.items():
             self._add(Forgotten(0.0, pod, True), at_s)
 
-    def take(self, now_s: float, *, is_last: bool = False) -> BeliefMessage:
+    def take(self, now_s: float, *, is_last: bool = False) -> PeerMessage:
         """Return the next message, with as many events as fit. Without events it only shows that this gateway
         runs."""
         self._seq += 1
@@ -222,7 +222,7 @@ class Notebook:
             events.append(event._replace(age_s=max(0.0, now_s - at_s)))
         self._size -= size
         self._oldest_routed_s = self.oldest_s  # events that are left are as urgent as a Routed
-        return BeliefMessage(
+        return PeerMessage(
             self.life,
             self.name,
             self._seq,

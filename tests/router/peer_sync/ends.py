@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Sequence
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
-from router.peer_sync.beliefs import Life, Routed
-from router.peer_sync.beliefs_others import Others
-from router.peer_sync.beliefs_own import BACKLOG_BYTES, Notebook
-from router.peer_sync.beliefs_plan import WritePlan
-from router.peer_sync.beliefs_publisher import BeliefPublisher
-from router.peer_sync.beliefs_reader import BeliefReader
-from router.peer_sync.beliefs_shared import SharedBeliefs
-from router.peer_sync.beliefs_wire import RETAIN_S, BeliefWire, Entry
+from router.peer_sync.messages import Life, Routed
+from router.peer_sync.outbox import BACKLOG_BYTES, Outbox
+from router.peer_sync.peers import Peers
+from router.peer_sync.reader import PeerReader
+from router.peer_sync.sender import PeerSender
+from router.peer_sync.shared_state import SharedState
+from router.peer_sync.wire import RETAIN_S, Entry, PeerWire
+from router.peer_sync.write_plan import WritePlan
 from router.registry.index import PrefixIndex
 from router.registry.speculation import Run
 from router.views.types import PodId
@@ -55,7 +55,7 @@ class ScriptedServer:
 
 
 class ScriptedWire:
-    """A BeliefWire to a scripted server."""
+    """A PeerWire to a scripted server."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self._server = server
@@ -126,13 +126,13 @@ def _number(entry_id: bytes) -> int:
 
 
 class Beliefs:
-    """A BeliefSink that has an index and knows the requests in flight."""
+    """A PeerSink that has an index and knows the requests in flight."""
 
     def __init__(self, pods: Sequence[PodId]) -> None:
         self.index = PrefixIndex()
         self.pods = set(pods)
         self.in_flight: dict[str, tuple[PodId, bool]] = {}
-        """Other gateways' requests: request -> its pod, and whether it has begun."""
+        """Peer gateways' requests: request -> its pod, and whether it has begun."""
         self.heard: list[tuple[PodId, str, Keys, int, float]] = []
 
     def knows(self, pod: PodId) -> bool:
@@ -156,7 +156,7 @@ class Beliefs:
         assert self.in_flight.pop(request)[0] == pod
 
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
-        self.index.unbelieve(pod, keys, used_at_s)
+        self.index.forget_unused(pod, keys, used_at_s)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         self.index.refute(pod, keys, held_strides, at_s)
@@ -165,14 +165,14 @@ class Beliefs:
     def forgotten(self, pod: PodId, at_s: float) -> None:
         self.index.forget_until(pod, at_s)
 
-    def believe(self, pod: PodId, runs: Sequence[Run]) -> None:
-        self.index.believe(pod, runs, asyncio.get_running_loop().time(), TTL_S)
+    def assume(self, pod: PodId, runs: Sequence[Run]) -> None:
+        self.index.assume(pod, runs, asyncio.get_running_loop().time(), TTL_S)
 
-    def believed(self, pod: PodId) -> Sequence[Run] | None:
-        return self.index.believed(pod) if pod in self.pods else None
+    def assumed(self, pod: PodId) -> Sequence[Run] | None:
+        return self.index.assumed(pod) if pod in self.pods else None
 
     def keys(self, pod: PodId) -> set[PrefixKey]:
-        return {key for _, keys in self.index.believed(pod) for key in keys}
+        return {key for _, keys in self.index.assumed(pod) for key in keys}
 
 
 class End:
@@ -182,16 +182,16 @@ class End:
         self,
         number: int,
         pods: Sequence[PodId],
-        wires: tuple[BeliefWire, BeliefWire],
+        wires: tuple[PeerWire, PeerWire],
         *,
         stride: int = STRIDE,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
         self.sink = Beliefs(pods)
-        self.notebook = Notebook(Life(number), f"gateway-{number}", stride, backlog_bytes)
-        self.others = Others(self.sink, Life(number))
-        shared = SharedBeliefs(self.notebook, self.sink, stride, self.others, WritePlan(random.Random(number)))
-        self.publisher, self.reader = BeliefPublisher(wires[0], shared), BeliefReader(wires[1], shared)
+        self.outbox = Outbox(Life(number), f"gateway-{number}", stride, backlog_bytes)
+        self.others = Peers(self.sink, Life(number))
+        shared = SharedState(self.outbox, self.sink, stride, self.others, WritePlan(random.Random(number)))
+        self.publisher, self.reader = PeerSender(wires[0], shared), PeerReader(wires[1], shared)
         self._wires = wires
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -221,22 +221,22 @@ class End:
         """Send a request to the pod, and return its number."""
         now_s = asyncio.get_running_loop().time()
         self.sink.index.speculate(pod, keys, now_s, TTL_S)
-        return self.notebook.routed(
+        return self.outbox.routed(
             pod, "0" * 32, keys, now_s, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=10
         )
 
     def undo(self, pod: PodId, keys: Keys, number: int, sent_at_s: float) -> None:
         """Report that the request never ran."""
-        self.notebook.ended(number, asyncio.get_running_loop().time())
-        self.notebook.undone(pod, tuple(self.sink.index.retract(pod, keys)), sent_at_s)
+        self.outbox.ended(number, asyncio.get_running_loop().time())
+        self.outbox.undone(pod, tuple(self.sink.index.retract(pod, keys)), sent_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held: int) -> None:
         """Report that an answer showed that the pod held less."""
         now_s = asyncio.get_running_loop().time()
         self.sink.refuted(pod, keys, held, now_s)
-        self.notebook.refuted(pod, keys, held, 0, now_s)
+        self.outbox.refuted(pod, keys, held, 0, now_s)
 
     def forget(self, pod: PodId) -> None:
         """Report that the pod was emptied."""
         self.sink.index.drop(pod)
-        self.notebook.forgotten(pod, asyncio.get_running_loop().time(), is_sure=True)
+        self.outbox.forgotten(pod, asyncio.get_running_loop().time(), is_sure=True)

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from router.peer_sync.beliefs import (
+from router.peer_sync.messages import (
     ANY_LIFE,
     Began,
-    BeliefMessage,
-    BeliefSink,
     Ended,
     Event,
     Forgotten,
     InFlight,
     Life,
+    PeerMessage,
+    PeerSink,
     Refuted,
     Routed,
     Undone,
@@ -37,7 +37,7 @@ MAX_IN_FLIGHT = 65_536
 
 
 @dataclass(slots=True)
-class Other:
+class Peer:
     """One other gateway. Times are seconds of this process's clock."""
 
     life: Life
@@ -72,21 +72,21 @@ class Heard:
     """Pods whose beliefs have changed."""
 
 
-_NOBODY = Other(ANY_LIFE, "", 0, 0.0)
+_NOBODY = Peer(ANY_LIFE, "", 0, 0.0)
 
 
-class Others:
+class Peers:
     """The other gateways that were heard. Messages must be given in the order of their stream."""
 
-    def __init__(self, sink: BeliefSink, own: Life) -> None:
+    def __init__(self, sink: PeerSink, own: Life) -> None:
         self._sink = sink
         self._own = own
-        self._gateways: dict[Life, Other] = {}
+        self._gateways: dict[Life, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._gateways)
 
-    def gateways(self) -> list[Other]:
+    def gateways(self) -> list[Peer]:
         """Return the gateways heard within FORGET_S that have not stopped, in the order in which they became known."""
         return list(self._gateways.values())
 
@@ -99,7 +99,7 @@ class Others:
 
     def apply(
         self,
-        message: BeliefMessage,
+        message: PeerMessage,
         sent_at_s: float,
         now_s: float,
         fresh: Container[PodId] = frozenset(),
@@ -123,7 +123,7 @@ class Others:
         other = self._gateways.get(message.life)
         if other is None:
             self._make_room()
-            other = self._gateways[message.life] = Other(message.life, message.name, message.seq, sent_at_s)
+            other = self._gateways[message.life] = Peer(message.life, message.name, message.seq, sent_at_s)
             heard.is_gap = message.seq > 1 and not is_past
         elif message.seq <= other.seq:
             heard.is_news = False
@@ -143,7 +143,7 @@ class Others:
 
     def replay(
         self,
-        message: BeliefMessage,
+        message: PeerMessage,
         sent_at_s: float,
         now_s: float,
         fresh: Container[PodId],
@@ -185,7 +185,7 @@ class Others:
             for number in [number for number, pod in other.in_flight.items() if pod in gone]:
                 del other.in_flight[number]
 
-    def _take(self, other: Other, event: Event, at_s: float, heard: Heard, fresh: Container[PodId]) -> None:
+    def _take(self, other: Peer, event: Event, at_s: float, heard: Heard, fresh: Container[PodId]) -> None:
         sink = self._sink
         match event:
             case Routed():
@@ -226,7 +226,7 @@ class Others:
                 heard.is_wished |= event.life == ANY_LIFE
                 heard.is_missed |= event.life == self._own
 
-    def _send(self, other: Other, event: Routed | InFlight, at_s: float) -> None:
+    def _send(self, other: Peer, event: Routed | InFlight, at_s: float) -> None:
         if event.number in other.in_flight:
             self._finish(other, (event.number,), at_s)
         if len(other.in_flight) >= MAX_IN_FLIGHT:
@@ -241,7 +241,7 @@ class Others:
             at_s=at_s,
         )
 
-    def _finish(self, other: Other, numbers: Iterable[int], at_s: float) -> None:
+    def _finish(self, other: Peer, numbers: Iterable[int], at_s: float) -> None:
         for number in numbers:
             pod = other.in_flight.pop(number, None)
             if pod is not None:

@@ -52,11 +52,11 @@ class Pace:
         """A token bucket: the time up to which the messages sent so far are paid for, at `routed_s` each. Messages with
         Routed events and early messages pay. Messages without Routed events leave half of the bucket to the others."""
 
-    def sent(self, now_s: float, gateways: int, *, tells_ways: bool) -> None:
-        """Note that a message was sent. `tells_ways`: whether it had Routed events."""
+    def sent(self, now_s: float, gateways: int, *, has_routed: bool) -> None:
+        """Note that a message was sent. `has_routed`: whether it had Routed events."""
         is_early = now_s < self._sent_at_s + rest_s(gateways)
         self._sent_at_s = now_s
-        if tells_ways or is_early:
+        if has_routed or is_early:
             self._paid_until_s = max(self._paid_until_s, now_s) + routed_s(gateways)
 
     def due_s(self, oldest_s: float | None, oldest_routed_s: float | None, gateways: int) -> float:
@@ -81,7 +81,7 @@ def read_s(gateways: int) -> float:
 
 class ReadPace:
     """The pace of one gateway's reading. If a pause followed every read, messages would wait even at low rates: at
-    125 requests a second, the wait was 0.9 ms of the 2.3 ms that a message took (`loadgen/simulate/telling.py`)."""
+    125 requests a second, the wait was 0.9 ms of the 2.3 ms that a message took (`loadgen/simulate/peer_stream.py`)."""
 
     def __init__(self) -> None:
         self._paid_until_s = -math.inf

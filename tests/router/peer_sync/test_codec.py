@@ -1,4 +1,4 @@
-"""Gateways' messages survive encoding and decoding. Other bytes are refused."""
+"""Gateways' messages survive encoding and decoding. Peer bytes are refused."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from engine.contract.events import DecodeError, UnknownVersion, pack_keys
 from engine.contract.keys import PrefixKey, prefix_keys
-from router.peer_sync import beliefs_codec
-from router.peer_sync.beliefs import (
+from router.peer_sync import codec
+from router.peer_sync.codec import decode, encode
+from router.peer_sync.messages import (
     Began,
-    BeliefMessage,
     Ended,
     Forgotten,
     InFlight,
     Life,
+    PeerMessage,
     Refuted,
     Routed,
     Undone,
     Wish,
     Written,
 )
-from router.peer_sync.beliefs_codec import decode, encode
 from router.views.types import PodId
 
 AGES = st.floats(0, 3000, width=32)
@@ -47,7 +47,7 @@ EVENTS: Any = st.one_of(
     st.builds(Wish, AGES, st.integers(0, 2**64 - 1).map(Life)),
 )
 MESSAGES = st.builds(
-    BeliefMessage,
+    PeerMessage,
     st.integers(1, 2**64 - 1).map(Life),
     st.text(max_size=40),
     st.integers(1, 2**64 - 1),
@@ -55,19 +55,19 @@ MESSAGES = st.builds(
     st.lists(EVENTS, max_size=12).map(tuple),
     st.booleans(),
     st.booleans(),
-    st.floats(0, beliefs_codec.MAX_AT_S),
+    st.floats(0, codec.MAX_AT_S),
 )
 
 
 @given(message=MESSAGES)
-def test_what_is_read_is_what_was_written(message: BeliefMessage) -> None:
+def test_what_is_read_is_what_was_written(message: PeerMessage) -> None:
     assert decode(encode(message)) == message
 
 
 @given(message=MESSAGES, at=st.integers(0, 4000), byte=st.integers(0, 255), cut=st.integers(0, 60))
 @settings(max_examples=150)
 def test_changed_bytes_are_refused_or_are_a_message_within_the_bounds(
-    message: BeliefMessage, at: int, byte: int, cut: int
+    message: PeerMessage, at: int, byte: int, cut: int
 ) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] = byte
@@ -76,9 +76,9 @@ def test_changed_bytes_are_refused_or_are_a_message_within_the_bounds(
     except DecodeError:
         return
     for event in read.events:
-        assert 0 <= event.age_s <= beliefs_codec.MAX_AGE_S
+        assert 0 <= event.age_s <= codec.MAX_AGE_S
         if isinstance(event, Routed | InFlight):
-            assert max(event.prompt_tokens, event.uncached_tokens) <= beliefs_codec.MAX_TOKENS
+            assert max(event.prompt_tokens, event.uncached_tokens) <= codec.MAX_TOKENS
 
 
 @given(data=st.binary(max_size=300))
@@ -89,7 +89,7 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 
 def routed(*chains: tuple[PrefixKey, ...]) -> bytes:
     events = tuple(Routed(0.0, i, PodId("pod"), "0" * 32, keys, 100, 50, 10) for i, keys in enumerate(chains))
-    return encode(BeliefMessage(Life(1), "", 1, 256, events))
+    return encode(PeerMessage(Life(1), "", 1, 256, events))
 
 
 def test_a_system_prompt_that_requests_share_is_told_once() -> None:
@@ -111,23 +111,23 @@ def test_few_bytes_cannot_ask_for_much_memory() -> None:
     """Many chains that all begin with one long chain are counted before memory for them is allocated."""
     keys = tuple(PrefixKey(i) for i in range(60_000))
     chains, events = 200, 200
-    head = beliefs_codec._HEAD.pack(1, 0, 1, 256, 1, 1, 0.0, chains, events, len(keys))
+    head = codec._HEAD.pack(1, 0, 1, 256, 1, 1, 0.0, chains, events, len(keys))
     body = b"\0\3pod" + struct.pack("<III", 0, 0, len(keys)) + struct.pack("<III", 1, len(keys), 0) * (chains - 1)
-    body += pack_keys(keys) + beliefs_codec._EVENT.pack(5, 0, 0, 0.0, 0, 1, 0, 0, 0) * events
+    body += pack_keys(keys) + codec._EVENT.pack(5, 0, 0, 0.0, 0, 1, 0, 0, 0) * events
     with pytest.raises(DecodeError, match="impossible chain"):
         decode(head + body)
 
 
 @pytest.mark.parametrize("age_s", [float("nan"), float("inf"), -1.0, 4000.0])
 def test_absurd_ages_are_refused(age_s: float) -> None:
-    data = encode(BeliefMessage(Life(1), "", 1, 256, (Ended(0.0, 1),)))
-    at = len(data) - beliefs_codec._EVENT.size + 4
+    data = encode(PeerMessage(Life(1), "", 1, 256, (Ended(0.0, 1),)))
+    at = len(data) - codec._EVENT.size + 4
     with pytest.raises(DecodeError, match="old"):
         decode(data[:at] + struct.pack("<f", age_s) + data[at + 4 :])
 
 
 @pytest.mark.parametrize("at_s", [float("nan"), float("inf"), -1.0, 1e12])
 def test_absurd_times_are_refused(at_s: float) -> None:
-    data = encode(BeliefMessage(Life(1), "", 1, 256, at_s=at_s))
+    data = encode(PeerMessage(Life(1), "", 1, 256, at_s=at_s))
     with pytest.raises(DecodeError, match="time"):
         decode(data)

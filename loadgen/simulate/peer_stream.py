@@ -1,12 +1,12 @@
 """The delay of messages between gateways: all of them write to and read from one Redis stream.
 
-A reader takes all entries that came before its next read, as `router.peer_sync.beliefs_reader` does. The gateways' own
+A reader takes all entries that came before its next read, as `router.peer_sync.reader` does. The gateways' own
 timing is simulated. The rest, the delay of one way to Redis or back, is drawn for each message:
 
     way = NETWORK_S + CPU_S * exp(SPREAD * normal)
 
 CPU_S and SPREAD are fitted to two real gateways with a real Redis on an idle machine of two cores, over loopback
-(`python -m tests.bench.gateway.bench_beliefs_late`, 2026-11-23; loadgen/MEASURED.md has the fit)."""
+(`python -m tests.bench.gateway.bench_peer_sync_late`, 2026-11-23; loadgen/MEASURED.md has the fit)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.timeline import Timeline
-from router.peer_sync.beliefs import BeliefMessage
-from router.peer_sync.beliefs_pace import ReadPace
+from router.peer_sync.messages import PeerMessage
+from router.peer_sync.pace import ReadPace
 
 NETWORK_S = 0.00025
 """Delay of one way between two machines of a cluster. It is assumed, not measured, and makes 0.5 ms between two
@@ -31,7 +31,7 @@ SPREAD = 0.6
 """Standard deviation of the logarithm of that time."""
 
 
-class BeliefStream:
+class PeerStream:
     """Delivers what one gateway writes to all others."""
 
     def __init__(self, timeline: Timeline, gateways: Sequence[Gateway], *, seed: int, scale: float = 1.0) -> None:
@@ -42,7 +42,7 @@ class BeliefStream:
         self._readers = [_Reader(gateway) for gateway in gateways]
         self._last_s = dict.fromkeys((gateway.chooser_name for gateway in gateways), 0.0)
 
-    def append(self, by: Gateway, message: BeliefMessage) -> None:
+    def append(self, by: Gateway, message: PeerMessage) -> None:
         """Send a gateway's message to the others now. Messages of one gateway keep their order."""
         sent_s, name = self._timeline.now_s, by.chooser_name
         at_s = self._last_s[name] = max(self._last_s[name], sent_s + self._way_s())
@@ -79,7 +79,7 @@ class BeliefStream:
 
 class _Entry(NamedTuple):
     by: str
-    message: BeliefMessage
+    message: PeerMessage
     sent_s: float
 
 

@@ -1,5 +1,5 @@
 """The cost of telling other gateways about a request, and of hearing about requests from them: `python -m
-tests.bench.gateway.bench_beliefs`.
+tests.bench.gateway.bench_peer_sync`.
 
 The figures are CPU time in us per request of 24 prefix keys, 8 of them a system prompt. Batches have 17 requests, as
 for one of three gateways at 1,000 requests/s in total. *Path* is the part that the request itself waits for. Then the
@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any
 
 from engine.contract.keys import PrefixKey
-from router.peer_sync.beliefs import Life, Routed
-from router.peer_sync.beliefs_codec import decode, encode
-from router.peer_sync.beliefs_others import Others
-from router.peer_sync.beliefs_own import Notebook
-from router.peer_sync.beliefs_wire import BeliefWire, RedisWire
+from router.peer_sync.codec import decode, encode
+from router.peer_sync.messages import Life, Routed
+from router.peer_sync.outbox import Outbox
+from router.peer_sync.peers import Peers
+from router.peer_sync.wire import PeerWire, RedisWire
 from router.views.types import PodId
 from tests.redis_server import RedisServer, running_redis
-from tests.router.peer_sync.belief_ends import Beliefs, End
+from tests.router.peer_sync.ends import Beliefs, End
 
 KEYS, SHARED, BATCH, ROUNDS = 24, 8, 17, 400
 LOADS = ((2, 125.0), (4, 125.0), (3, 1000.0), (10, 1000.0))
@@ -39,8 +39,8 @@ def main() -> None:
     """Print medians."""
     rng = random.Random(1)
     head = tuple(PrefixKey(rng.getrandbits(64)) for _ in range(SHARED))
-    notebook = Notebook(Life(1), "gateway-1", 256)
-    others = Others(Beliefs(PODS), Life(2))
+    outbox = Outbox(Life(1), "gateway-1", 256)
+    others = Peers(Beliefs(PODS), Life(2))
     path_s, encode_s, decode_s, apply_s, sizes = [], [], [], [], []
     for turn in range(ROUNDS):
         now_s = turn * 0.05
@@ -48,13 +48,13 @@ def main() -> None:
         session_id = f"{rng.getrandbits(128):032x}"
         started_s = time.process_time()
         for i, keys in enumerate(chains):
-            number = notebook.routed(
+            number = outbox.routed(
                 PODS[i], session_id, keys, now_s, prompt_tokens=1500, uncached_tokens=1000, output_tokens=128
             )
-            notebook.began(number, now_s, None)
-            notebook.ended(number, now_s)
+            outbox.began(number, now_s, None)
+            outbox.ended(number, now_s)
         path_s.append(time.process_time() - started_s)
-        data, spent_s = timed(partial(taken, notebook, now_s))
+        data, spent_s = timed(partial(taken, outbox, now_s))
         encode_s.append(spent_s)
         sizes.append(len(data))
         message, spent_s = timed(partial(decode, data))
@@ -86,12 +86,12 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
         await asyncio.sleep(max(0.0, next_s - clock()))
         end = ends[number % gateways]
         now_s = clock()
-        place = end.notebook.routed(
+        place = end.outbox.routed(
             PODS[number % 64], f"{int(now_s * 1e9):032x}", chain,
             now_s, prompt_tokens=1500, uncached_tokens=1000, output_tokens=128,
         )  # fmt: skip
-        asyncio.get_running_loop().call_later(0.1, end.notebook.began, place, now_s + 0.1, None)
-        asyncio.get_running_loop().call_later(0.3, end.notebook.ended, place, now_s + 0.3)
+        asyncio.get_running_loop().call_later(0.1, end.outbox.began, place, now_s + 0.1, None)
+        asyncio.get_running_loop().call_later(0.3, end.outbox.ended, place, now_s + 0.3)
     cores = (time.process_time() - began_cpu_s) / (clock() - began_s) / gateways
     late_s = sorted(late_s for end in ends for late_s in end.late_s)
     sent = sum(end.publisher.sent for end in ends)
@@ -107,7 +107,7 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
 class Listening(End):
     """A gateway that measures how late it hears of others' requests."""
 
-    def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[BeliefWire, BeliefWire]) -> None:
+    def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[PeerWire, PeerWire]) -> None:
         super().__init__(number, pods, wires)
         self.late_s: list[float] = []
         routed = self.sink.routed
@@ -119,9 +119,9 @@ class Listening(End):
         self.sink.routed = heard  # type: ignore[method-assign]
 
 
-def taken(notebook: Notebook, now_s: float) -> bytes:
-    """Return the message with everything that the notebook has not yet told."""
-    return encode(notebook.take(now_s))
+def taken(outbox: Outbox, now_s: float) -> bytes:
+    """Return the message with everything that the outbox has not yet told."""
+    return encode(outbox.take(now_s))
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

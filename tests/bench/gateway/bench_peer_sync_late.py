@@ -1,6 +1,6 @@
 """How late a gateway hears where another sent a request.
 
-    python -m tests.bench.gateway.bench_beliefs_late [--seconds 10]
+    python -m tests.bench.gateway.bench_peer_sync_late [--seconds 10]
 
 The bench runs real gateways, a process each, with engines that publish nothing and a real Redis. Each gateway decides
 for requests that come at random times, as its request path does, but without connections to clients and engines. On a
@@ -10,7 +10,7 @@ share one clock.
 
 Each load has two rows. In the first, gateways tell of each request at once. In the second, they tell of requests in
 batches, as of all other news. CPU is that of the gateways, including decisions, probes and the load of their engines.
-Other work on the machine makes everything later, so compare only rows of one session.
+Peer work on the machine makes everything later, so compare only rows of one session.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from engine.contract.events import Keys
 from engine.contract.keys import prefix_keys
 from engine.contract.requests import Endpoint
 from router.choosing.chooser import Chooser
-from router.choosing.peer_setup import Sharing
+from router.choosing.peer_setup import PeerSync
 from router.fleet.pod import Lease
-from router.peer_sync import beliefs_pace
-from router.peer_sync.sent_reports import Told
+from router.peer_sync import pace
+from router.peer_sync.sent_reports import SentReport
 from router.reading.inbound import Inbound
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
-from router.startup.parts import CHOOSER, FLEET, SHARING, TELLING
+from router.startup.parts import CHOOSER, FLEET, PEER_SYNC, SENT_REPORTS
 from router.startup.serving import make_runner
 from router.views.types import PodId
 from tests.redis_server import running_redis
@@ -77,9 +77,9 @@ def serve_engines(pipe: Pipe) -> None:
 def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redis_url: str, at_once: bool) -> None:
     """Decide at the requested rate, then report when this gateway heard of each request, and the CPU time."""
     if not at_once:
-        beliefs_pace.ROUTED_S = beliefs_pace.REST_S
-        beliefs_pace.BURST = 1
-        beliefs_pace.READ_S = BATCHES_PAUSE_S
+        pace.ROUTED_S = pace.REST_S
+        pace.BURST = 1
+        pace.READ_S = BATCHES_PAUSE_S
 
     async def run() -> None:
         settings = GatewaySettings(
@@ -93,9 +93,9 @@ def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redi
         def heard(pod_id: PodId, session_id: str, keys: Keys, prompt_tokens: int, at_s: float) -> None:
             times_s[session_id] = clock()
 
-        app[TELLING].listen(heard)
-        sharing = app[SHARING]
-        assert isinstance(sharing, Sharing)
+        app[SENT_REPORTS].listen(heard)
+        sharing = app[PEER_SYNC]
+        assert isinstance(sharing, PeerSync)
         await eventually(lambda: len(app[FLEET].admitted()) == len(engines))
         await eventually(lambda: len(sharing.status().gateways) == of - 1, 60.0)
         pipe.send(None)
@@ -149,12 +149,12 @@ async def decide(chooser: Chooser, rng: random.Random, rate: float, seconds: flo
         loop.call_later(0.1, _ended, lease, told)
 
 
-def _began(lease: Lease, told: Told) -> None:
+def _began(lease: Lease, told: SentReport) -> None:
     lease.first_token(None)
     told.began(None)
 
 
-def _ended(lease: Lease, told: Told) -> None:
+def _ended(lease: Lease, told: SentReport) -> None:
     lease.__exit__()
     told.ended()
 

@@ -18,14 +18,14 @@ import struct
 from collections.abc import Mapping
 
 from engine.contract.events import DecodeError, Keys, UnknownVersion, pack_keys, unpack_keys
-from router.peer_sync.beliefs import (
+from router.peer_sync.messages import (
     Began,
-    BeliefMessage,
     Ended,
     Event,
     Forgotten,
     InFlight,
     Life,
+    PeerMessage,
     Refuted,
     Routed,
     Undone,
@@ -68,7 +68,7 @@ _HEX_ID = re.compile(r"[0-9a-f]{32}")
 _IS_HEX = 255
 
 
-def encode(message: BeliefMessage) -> bytes:
+def encode(message: PeerMessage) -> bytes:
     """Return the message as bytes. Names that are too long are cut. The caller keeps all else within the bounds."""
     pods: dict[PodId, int] = {}
     chains = _Chains()
@@ -125,7 +125,7 @@ def encode(message: BeliefMessage) -> bytes:
     )
 
 
-def decode(data: bytes) -> BeliefMessage:
+def decode(data: bytes) -> PeerMessage:
     """Return the message in `data`. Raises UnknownVersion, and DecodeError on an invalid message or absurd numbers."""
     try:
         return _decode(data)
@@ -133,7 +133,7 @@ def decode(data: bytes) -> BeliefMessage:
         raise error if isinstance(error, DecodeError) else DecodeError(f"gateway's message: {error}") from None
 
 
-def _decode(data: bytes) -> BeliefMessage:
+def _decode(data: bytes) -> PeerMessage:
     if data and data[0] != VERSION:
         raise UnknownVersion(f"gateway's message of version {data[0]}, expected {VERSION}: upgrade all gateways")
     if len(data) > MAX_BYTES:
@@ -186,7 +186,7 @@ def _decode(data: bytes) -> BeliefMessage:
         raise DecodeError("gateway's message without stride, sequence or life")
     if not 0 <= at_s <= MAX_AT_S:  # written so that NaN is refused
         raise DecodeError(f"gateway's message with the time {at_s:g} s")
-    return BeliefMessage(
+    return PeerMessage(
         Life(life),
         name,
         seq,
