@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.routing import replication, ties
 from router.routing.fetching import reaching
-from router.routing.recent import RecentWork, Turns
+from router.routing.recent import Turns
 from router.routing.regret import rival_of
 from router.routing.terms import Estimate, Usual
 from router.views.latency import prefill_s
@@ -16,8 +16,6 @@ _SHARED = 0.1
 """Traffic counts as sharing if some pod holds this share of a prompt on average."""
 _FOLLOW = 0.02
 """Weight of a request in that average."""
-_RECENT_HALF_LIFE_S = 60.0
-"""About the time in which an unused prefix leaves a busy cache."""
 
 
 class PredictedTtft:
@@ -28,7 +26,6 @@ class PredictedTtft:
     def __init__(self) -> None:
         self._ledger = replication.Ledger()
         self._turns = Turns()
-        self._recent = RecentWork(_RECENT_HALF_LIFE_S)
         self._usual = Usual()
         self._shared = 2 * _SHARED
         """Mean shared part of a prompt; traffic counts as sharing until some 35 requests say otherwise."""
@@ -42,7 +39,7 @@ class PredictedTtft:
         at = Estimate(request, pods, self._usual, owed_s)
         ttft_s = at.ttft_s()
         scores = at.scores(ttft_s)
-        tie = ties.Tie(at, scores, ties.best_row(at, scores), self._shared >= _SHARED, self._turns, self._recent)
+        tie = ties.Tie(at, scores, int(scores.argmin()), self._shared >= _SHARED, self._turns)
         row = ties.settle(tie)
         found_s, rival = float(ttft_s[row]), rival_of(ttft_s, at.prefill_s, row)
         if explain:
@@ -57,16 +54,14 @@ class PredictedTtft:
 
     def _remember(self, request: RequestInfo, pods: CandidatePods, row: int) -> None:
         """Note that the request goes to the pod."""
-        prompt, cost, pod_id = request.prompt_tokens, pods.table.costs[row], pods.table.ids[row]
+        prompt, cost = request.prompt_tokens, pods.table.costs[row]
         self._shared += _FOLLOW * (pods.longest / prompt - self._shared)
         self._usual.saw(prefill_s(cost, prompt, prompt), prefill_s(cost, max(1, prompt - pods.longest), prompt))
-        self._turns.take(pod_id)
-        self._recent.add(pod_id, max(1, prompt - pods.matched_by(row)) + request.output_tokens, request.now_s)
+        self._turns.take(pods.table.ids[row])
 
-    def sent_elsewhere(self, pod_id: PodId, tokens: int, now_s: float) -> None:
-        """Count a request that another gateway sent to the pod, with `tokens` to compute, as the pod's turn."""
+    def sent_elsewhere(self, pod_id: PodId) -> None:
+        """Count a request that another gateway sent to the pod as the pod's turn."""
         self._turns.take(pod_id)
-        self._recent.add(pod_id, tokens, now_s)
 
     def ttfts_s(self, request: RequestInfo, pods: CandidatePods) -> Floats:
         """Return the seconds to the first token on each pod, as `choose` predicts them. Requests seen before play no

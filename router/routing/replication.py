@@ -78,10 +78,10 @@ def owed_after(at: Estimate, scores: Floats, chosen: int) -> float:
     Other gateways' losses are not known here. This gateway's requests are `RequestInfo.share` of all, and stand for the
     rest.
     """
-    duplicate_s = at.duplicate_s()
-    lacking = () if duplicate_s is None else duplicate_s.nonzero()[0]
-    if duplicate_s is None or not len(lacking):
+    duplicate_s = at.duplicate_s
+    if duplicate_s is None:
         return 0.0
+    lacking = duplicate_s.nonzero()[0]
     owed_s, best_s, credit_s = at.owed_s, float(scores[chosen]), -1.0 * replication_s(at)
     if duplicate_s[chosen]:
         best_s = float(scores[duplicate_s == 0].min())

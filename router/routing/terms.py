@@ -54,6 +54,7 @@ class Estimate:
 
     __slots__ = (
         "cost",
+        "duplicate_s",
         "least_uncached",
         "owed_s",
         "pods",
@@ -81,7 +82,7 @@ class Estimate:
         self.least_uncached = max(1, prompt - pods.longest)
         """Prompt tokens that no pod holds."""
         self.prefill_s: Any = latency.prefill_s(cost, uncached, prompt)
-        self.stalling_s: Any = np.minimum(self.prefill_s, usual.prefill_s)
+        self.stalling_s: Any = lesser(self.prefill_s, usual.prefill_s)
         """The part of the prefill that requests which decode now still see: a prefill much longer than usual outlasts
         them."""
         step_s: Any = latency.decode_s(cost, cast(Any, columns.decoding), cast(Any, columns.context_tokens))
@@ -92,6 +93,9 @@ class Estimate:
         with the pod's own speed."""
         if speeds.own_share is not None:
             self.queued_s *= speeds.own_share
+        self.duplicate_s = self._duplicate_s()
+        """What a pod with the longest match would save: of prefill, and of the delay to decoding requests. None if no
+        pod would save anything."""
 
     def ttft_s(self) -> Floats:
         """Return the predicted times to first token."""
@@ -109,15 +113,16 @@ class Estimate:
         """Return the prefill on a pod of the same speed with the longest match."""
         return cast(Seconds, latency.prefill_s(self.cost, self.least_uncached, self.request.prompt_tokens))
 
-    def duplicate_s(self) -> Floats | None:
-        """Return what a pod with the longest match would save: of prefill, and of the delay to decoding requests. None
-        if no pod holds anything."""
+    def _duplicate_s(self) -> Floats | None:
         if self.pods.matched is None:
             return None
-        least_s: Any = self.least_prefill_s()
-        stall = STALL_WEIGHT * self.pods.columns.decoding
-        saved_s = self.prefill_s - least_s + stall * (self.stalling_s - np.minimum(least_s, self.usual.prefill_s))
-        return cast(Floats, saved_s * (self.uncached > self.least_uncached))
+        is_further = self.uncached > self.least_uncached
+        if not is_further.any():
+            return None
+        least_s = self.least_prefill_s()
+        stalls = STALL_WEIGHT * self.pods.columns.decoding
+        saved_s = self.prefill_s - least_s + stalls * (self.stalling_s - lesser(least_s, self.usual.prefill_s))
+        return cast(Floats, saved_s * is_further)
 
 
 def queue_s(at: Estimate) -> Floats:
@@ -174,7 +179,15 @@ def overhead_s(at: Estimate) -> Floats:
 def externality_s(at: Estimate) -> Seconds:
     """Return the seconds by which the prefill delays requests that come later: its length, but at most the mean queue,
     because later requests go elsewhere from a pod with more."""
-    return cast(Seconds, np.minimum(at.prefill_s, math.fsum(at.queued_s.tolist()) / len(at.queued_s)))
+    return lesser(at.prefill_s, float(at.queued_s.sum()) / len(at.queued_s))
+
+
+def shared_step_s(at: Estimate) -> Floats:
+    """Return the seconds that the prefill adds to the step that it shares with a waiting request, at most a full
+    step's."""
+    columns = at.pods.columns
+    shared_s = np.minimum(at.stalling_s, STEP_TOKENS * at.cost.token_s)
+    return cast(Floats, shared_s * (columns.in_flight > columns.decoding))
 
 
 def stall_s(at: Estimate) -> Floats:
@@ -214,22 +227,29 @@ def replication_s(at: Estimate) -> Seconds:
     A request with more of its own to compute than usual gets only a part of it. Such a request waits for a pod that
     holds the prefix, and a later one makes the copy. Otherwise the slowest first tokens would get slower still.
     """
-    duplicate_s = at.duplicate_s() if at.owed_s else None
-    if duplicate_s is None:
+    if not at.owed_s or at.duplicate_s is None:
         return 0.0
-    credit_s = np.minimum(at.owed_s, duplicate_s)
+    credit_s = np.minimum(at.owed_s, at.duplicate_s)
     beyond_s = np.maximum(at.least_prefill_s() - at.usual.least_prefill_s, 0.0)
     return cast(Floats, credit_s * (beyond_s / at.prefill_s - 1))
 
 
+def lesser(seconds: Any, limit: float) -> Any:
+    """Return the lesser of two numbers, for each pod if there is one for each."""
+    return min(seconds, limit) if isinstance(seconds, float) else np.minimum(seconds, limit)
+
+
 Term = Callable[[Estimate], Seconds]
 TTFT_TERMS: tuple[Term, ...] = (queue_s, prefill_s, decode_s, fetch_s, adapter_s, overhead_s)
-DELAY_TERMS: tuple[Term, ...] = (externality_s, stall_s, evict_s, unseen_s)
+DELAY_TERMS: tuple[Term, ...] = (externality_s, shared_step_s, stall_s, evict_s, unseen_s)
 REPLICATION_TERMS: tuple[Term, ...] = (replication_s,)
 
 
 def _sum(terms: Iterable[Term], at: Estimate) -> Seconds:
     total: Seconds = 0.0
     for term in terms:
-        total = total + term(at)
+        seconds = term(at)
+        if type(seconds) is float and not seconds:
+            continue  # adding 0 to an array takes as long as any other sum
+        total = seconds if type(total) is float and not total else total + seconds
     return total

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from router.routing.recent import RecentWork, Turns
+from router.routing.recent import Turns
 from router.routing.terms import Estimate
 from router.views.pick import by_hash
 from router.views.pod_partition import PodPartition
-from router.views.table import Floats, Ints, Seconds, number_at
+from router.views.table import Floats, Ints, number_at
 
 TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The
@@ -23,8 +23,6 @@ prefill is the request's own, or a usual prompt's if that is less: for a prompt 
 prefill would be seconds, far more than a prediction errs."""
 UNSHARED_TIE_SHARE = 1.2
 """The same share for traffic that shares nothing: steady arrivals at each pod are then worth more than short queues."""
-WARM = 0.5
-"""A pod that holds at least this part of a prompt counts as warm."""
 
 
 @dataclass(slots=True)
@@ -38,12 +36,6 @@ class Tie:
     shares: bool
     """Whether recent requests had prefixes in common."""
     turns: Turns
-    recent: RecentWork
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the best pod is warm."""
-        return self.at.pods.matched_by(self.best) >= WARM * self.at.request.prompt_tokens
 
     @property
     def prefill_s(self) -> float:
@@ -55,14 +47,6 @@ class Tie:
         """Scores that differ by this much count as equal."""
         share = TIE_SHARE if self.shares else UNSHARED_TIE_SHARE
         return share * min(self.prefill_s, self.at.usual.prefill_s)
-
-
-def best_row(at: Estimate, scores: Floats) -> int:
-    """Return the row of the lowest score. A hash decides between equal scores, if the pods are otherwise unlike."""
-    rows, matched = (scores == scores.min()).nonzero()[0], at.pods.matched
-    if len(rows) == 1 or (_is_same(at.prefill_s, rows) and (matched is None or _is_same(matched, rows))):
-        return int(rows[0])
-    return by_hash(at.request, at.pods, rows)
 
 
 def close_score(tie: Tie, rows: Ints) -> Ints:
@@ -109,22 +93,21 @@ def own_pods_first(tie: Tie, rows: Ints) -> Ints:
 
 
 def longest_unused(tie: Tie, rows: Ints) -> Ints:
-    """Leave the warm pod whose last turn is longest ago, so that arrivals at each pod come evenly. Of cold pods, leave
-    the one with the least recent work, because a prompt computed on a pod attracts similar ones."""
+    """Leave the pod whose last turn is longest ago, so that arrivals at each pod come evenly."""
     ids, partition = tie.at.pods.table.ids, tie.at.request.partition
-    ranks = (tie.turns.lasts(ids) if tie.is_warm else tie.recent.ranks(ids))[rows]
+    ranks = tie.turns.lasts(ids)[rows]
     if partition is not None:
-        ranks = gateway_ranks(partition, rows, ranks, len(ids), is_warm=tie.is_warm)
+        ranks = gateway_ranks(partition, rows, ranks, len(ids))
     return _least(rows, ranks)
 
 
-def gateway_ranks(partition: PodPartition, rows: Ints, ranks: Floats, pods: int, *, is_warm: bool) -> Floats:
+def gateway_ranks(partition: PodPartition, rows: Ints, ranks: Floats, pods: int) -> Floats:
     """Return the ranks for one of several gateways. If a pod belongs to this gateway only in part, it has its turn less
-    often, or its recent work counts for more. If all pods belong to others, the order is that of `guest_ranks`."""
+    often. If all pods belong to others, the order is that of `guest_ranks`."""
     if not _is_own(partition, rows, pods).all():
         return np.array(partition.guest_ranks(rows.tolist(), ranks.tolist(), pods))
     parts = np.array([partition.part(row, pods) for row in rows.tolist()])
-    weighted: Floats = ranks + partition.own_pods(pods) / parts if is_warm else ranks / parts
+    weighted: Floats = ranks + partition.own_pods(pods) / parts
     return weighted
 
 
@@ -174,7 +157,3 @@ def _least(rows: Ints, numbers: Floats) -> Ints:
 def _is_own(partition: PodPartition, rows: Ints, pods: int) -> NDArray[np.bool_]:
     own = partition.own_rows(pods)
     return (rows >= own.start) & (rows < own.stop)
-
-
-def _is_same(numbers: Seconds, rows: Ints) -> bool:
-    return isinstance(numbers, float) or bool((numbers[rows] == numbers[rows[0]]).all())

@@ -15,7 +15,7 @@ from router.views.latency import ENOUGH_OBSERVATIONS
 from router.views.pod_state import PodState
 from router.views.speeds import SpeedPool
 from router.views.types import PodId, RequestInfo
-from tests.router.routing.pods import Made, choose
+from tests.router.routing.pods import Made, choose, seen_of
 
 NAMES = st.sampled_from("abcdef")
 COST = StepCost(base_s=0.005, token_s=1e-4)
@@ -164,7 +164,7 @@ def spread(rate: float, seconds: float = 20.0) -> tuple[set[int], float]:
             states[end[1]].first_token(str(end[2]), now_s=end[0], cached_tokens=0)
             states[end[1]].finished(str(end[2]), now_s=end[0])
         ends = [end for end in ends if end[0] > now_s]
-        views = [state.view(PodId(f"p{i}"), now_s=now_s) for i, state in enumerate(states)]
+        views = [seen_of(state, now_s, f"p{i}") for i, state in enumerate(states)]
         for view, each in zip(views, adapters, strict=True):
             view.adapter_s = each.setup_s("sql", pool.adapter_loads.seconds)
         info = RequestInfo(tuple(PrefixKey(8 * number + n) for n in range(8)), 1000, now_s, 1)

@@ -166,11 +166,11 @@ def test_a_pod_fetches_what_another_one_holds_and_nothing_that_it_computes_soone
     most = max([matched for matched, token_s, _ in told if token_s], default=0)
     for row, (matched, token_s, latency_s) in enumerate(told):
         fetched = reached.matched_by(row) - matched
-        assert fetched in (0, most - matched)
-        if fetched:
-            assert latency_s + token_s * fetched <= COST.token_s * fetched
-        elif token_s and most > matched:
-            assert latency_s + token_s * (most - matched) > 0.9 * COST.token_s * (most - matched)
+        fetch_s, compute_s = latency_s + token_s * (most - matched), COST.token_s * (most - matched)
+        if not token_s or matched >= most or fetch_s > compute_s:
+            assert fetched == 0
+        elif fetch_s < 0.9 * compute_s:
+            assert fetched == most - matched
 
 
 def test_costs_last_told_hold_until_others_are_told() -> None:
