@@ -305,12 +305,14 @@ class Chooser:
         """
         self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
 
-    def heard(self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, at_s: float) -> None:
+    def heard(
+        self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
+    ) -> None:
         """Count another gateway's request. `request`: the gateway's random number, a dot, the request's number."""
         now_s = self._clock()
         predictor = self._policies_of(pod.model).get("predicted_ttft")
         if isinstance(predictor, PredictedTtft):
-            predictor.sent_elsewhere(pod.pod_id)
+            predictor.sent_elsewhere(pod.pod_id, max(1, uncached_tokens) + output_tokens, now_s)
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 

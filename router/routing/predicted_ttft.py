@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.routing import replication, ties
 from router.routing.fetching import reaching
-from router.routing.recent import Turns
+from router.routing.recent import RecentWork
 from router.routing.regret import rival_of
 from router.routing.terms import Estimate, Usual
 from router.views.latency import prefill_s
@@ -16,6 +16,8 @@ _SHARED = 0.1
 """Traffic counts as sharing if some pod holds this share of a prompt on average."""
 _FOLLOW = 0.02
 """Weight of a request in that average."""
+_RECENT_HALF_LIFE_S = 60.0
+"""About the time in which an unused prefix leaves a busy cache."""
 
 
 class PredictedTtft:
@@ -25,7 +27,7 @@ class PredictedTtft:
 
     def __init__(self) -> None:
         self._ledger = replication.Ledger()
-        self._turns = Turns()
+        self._recent = RecentWork(_RECENT_HALF_LIFE_S)
         self._usual = Usual()
         self._shared = 2 * _SHARED
         """Mean shared part of a prompt; traffic counts as sharing until some 35 requests say otherwise."""
@@ -39,7 +41,7 @@ class PredictedTtft:
         at = Estimate(request, pods, self._usual, owed_s)
         ttft_s = at.ttft_s()
         scores = at.scores(ttft_s)
-        tie = ties.Tie(at, scores, int(scores.argmin()), self._shared >= _SHARED, self._turns)
+        tie = ties.Tie(at, scores, int(scores.argmin()), self._shared >= _SHARED, self._recent)
         row = ties.settle(tie)
         found_s, rival = float(ttft_s[row]), rival_of(ttft_s, at.prefill_s, row)
         if explain:
@@ -57,11 +59,12 @@ class PredictedTtft:
         prompt, cost = request.prompt_tokens, pods.table.costs[row]
         self._shared += _FOLLOW * (pods.longest / prompt - self._shared)
         self._usual.saw(prefill_s(cost, prompt, prompt), prefill_s(cost, max(1, prompt - pods.longest), prompt))
-        self._turns.take(pods.table.ids[row])
+        uncached = max(1, prompt - pods.matched_by(row))
+        self._recent.add(pods.table.ids[row], uncached + request.output_tokens, request.now_s)
 
-    def sent_elsewhere(self, pod_id: PodId) -> None:
-        """Count a request that another gateway sent to the pod as the pod's turn."""
-        self._turns.take(pod_id)
+    def sent_elsewhere(self, pod_id: PodId, tokens: int, now_s: float) -> None:
+        """Count a request that another gateway sent to the pod, with `tokens` to compute."""
+        self._recent.add(pod_id, tokens, now_s)
 
     def ttfts_s(self, request: RequestInfo, pods: CandidatePods) -> Floats:
         """Return the seconds to the first token on each pod, as `choose` predicts them. Requests seen before play no

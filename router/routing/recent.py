@@ -69,6 +69,11 @@ class RecentWork:
         tokens: NDArray[np.float64] = self._sent.array(ids) / self._unit(now_s)
         return tokens
 
+    def ranks(self, ids: Sequence[PodId]) -> NDArray[np.float64]:
+        """Return for each of `ids` a number that grows with recent work; numbers are comparable until the next
+        `add`."""
+        return self._sent.array(ids)
+
     def add(self, pod_id: PodId, tokens: float, now_s: float) -> None:
         """Count work sent to the pod."""
         unit = self._unit(now_s)

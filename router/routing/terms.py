@@ -179,7 +179,7 @@ def overhead_s(at: Estimate) -> Floats:
 def externality_s(at: Estimate) -> Seconds:
     """Return the seconds by which the prefill delays requests that come later: its length, but at most the mean queue,
     because later requests go elsewhere from a pod with more."""
-    return lesser(at.prefill_s, float(at.queued_s.sum()) / len(at.queued_s))
+    return cast(Seconds, lesser(at.prefill_s, float(at.queued_s.sum()) / len(at.queued_s)))
 
 
 def shared_step_s(at: Estimate) -> Floats:

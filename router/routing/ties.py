@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from router.routing.recent import Turns
+from router.routing.recent import RecentWork
 from router.routing.terms import Estimate
 from router.views.pick import by_hash
 from router.views.pod_partition import PodPartition
@@ -35,7 +35,7 @@ class Tie:
     """The row of the lowest score."""
     shares: bool
     """Whether recent requests had prefixes in common."""
-    turns: Turns
+    recent: RecentWork
 
     @property
     def prefill_s(self) -> float:
@@ -92,22 +92,22 @@ def own_pods_first(tie: Tie, rows: Ints) -> Ints:
     return rows[is_own] if is_own.any() else rows
 
 
-def longest_unused(tie: Tie, rows: Ints) -> Ints:
-    """Leave the pod whose last turn is longest ago, so that arrivals at each pod come evenly."""
+def least_recent_work(tie: Tie, rows: Ints) -> Ints:
+    """Leave the pod that was sent the least work lately. Equal requests then come evenly to each pod, and a pod that
+    was sent a long prompt is left alone for a while."""
     ids, partition = tie.at.pods.table.ids, tie.at.request.partition
-    ranks = tie.turns.lasts(ids)[rows]
+    ranks = tie.recent.ranks(ids)[rows]
     if partition is not None:
         ranks = gateway_ranks(partition, rows, ranks, len(ids))
     return _least(rows, ranks)
 
 
 def gateway_ranks(partition: PodPartition, rows: Ints, ranks: Floats, pods: int) -> Floats:
-    """Return the ranks for one of several gateways. If a pod belongs to this gateway only in part, it has its turn less
-    often. If all pods belong to others, the order is that of `guest_ranks`."""
+    """Return the ranks for one of several gateways. If a pod belongs to this gateway only in part, its recent work
+    counts for more. If all pods belong to others, the order is that of `guest_ranks`."""
     if not _is_own(partition, rows, pods).all():
         return np.array(partition.guest_ranks(rows.tolist(), ranks.tolist(), pods))
-    parts = np.array([partition.part(row, pods) for row in rows.tolist()])
-    weighted: Floats = ranks + partition.own_pods(pods) / parts
+    weighted: Floats = ranks / np.array([partition.part(row, pods) for row in rows.tolist()])
     return weighted
 
 
@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
     fewest_waiting,
     idle_first,
     own_pods_first,
-    longest_unused,
+    least_recent_work,
 )
 """The rules, in order."""
 

@@ -2,7 +2,7 @@
 
     python -m tests.bench.policy_table.ablation [--changes stall_s,..] [--traces FOLDER] [--out out/ablation]
 
-A part is a term, a rule for ties or a constant. Ratios of mean and p99 TTFT are paired by seed, with 95 % intervals
+A part is a term, a rule for ties, or a part of one. Ratios of mean and p99 TTFT are paired by seed, with 95 % intervals
 (Student's t of the logarithms). A part stays only if some case without it is worse by more than 2 %, with an interval
 that excludes 1. Runs are kept in `<out>.json` and not repeated; delete the file after a change of the policy. With
 `--until-decided`, a part's other cases are left out once one case has decided for it.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.bench.policy_table.bounds import T_95
 from tests.bench.policy_table.changes import CHANGES, Change
-from tests.bench.policy_table.deciders import SEEDS, Decider, deciders
+from tests.bench.policy_table.deciders import Decider, deciders
 from tests.bench.policy_table.run import Cell
 
 WORSE = 1.02
@@ -58,12 +58,15 @@ def paired(changed: Sequence[float], whole: Sequence[float]) -> Ratio:
 
 
 def ratios(cells: Cells, change: Change, case: str) -> dict[str, Ratio] | None:
-    """Return the ratio of each of `FIELDS`; None if runs are missing."""
+    """Return the ratio of each of `FIELDS` over all seeds played with both; None for less than two."""
     changed, whole = cells.get(change.name, {}).get(case, {}), cells.get(f"whole {change.arm}", {}).get(case, {})
-    if not set(SEEDS) <= changed.keys() & whole.keys():
+    seeds = sorted(changed.keys() & whole.keys())
+    if len(seeds) < 2:
         return None
     return {
-        field: paired([getattr(changed[s], field) for s in SEEDS], [getattr(whole[s], field) for s in SEEDS])
+        field: paired(
+            [getattr(changed[seed], field) for seed in seeds], [getattr(whole[seed], field) for seed in seeds]
+        )
         for field in FIELDS
     }
 
@@ -82,8 +85,9 @@ def run_one(seed: int) -> Cell:
 class Runs:
     """All runs so far, on disk."""
 
-    def __init__(self, path: Path, processes: int) -> None:
+    def __init__(self, path: Path, seeds: int, processes: int) -> None:
         self.path = path
+        self.seeds = seeds
         self.processes = processes
         self.cells: Cells = {}
         if path.exists():
@@ -95,7 +99,7 @@ class Runs:
     def play(self, name: str, change: Change, decider: Decider) -> None:
         """Play the missing seeds of a case."""
         have = self.cells.setdefault(name, {}).setdefault(decider.name, {})
-        missing = [seed for seed in SEEDS if seed not in have]
+        missing = [seed for seed in range(1, self.seeds + 1) if seed not in have]
         _PLAYED.append((change, decider))
         with get_context("fork").Pool(self.processes, maxtasksperchild=1) as pool:
             have.update(zip(missing, pool.imap(run_one, missing, chunksize=1), strict=True))
@@ -151,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--cases", default="", help="cases to play, comma-separated; none: those of each change")
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's conversation_trace.jsonl, or .gz")
     parser.add_argument("--out", type=Path, default=Path("out/ablation"), help="<out>.json and <out>.md are written")
+    parser.add_argument("--seeds", type=int, choices=range(5, 11), default=5, help="runs of a case, seeds 1, 2, ..")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument("--until-decided", action="store_true", help="leave out cases once a part is known to stay")
     settings = parser.parse_args(argv)
@@ -160,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     cases = {decider.name: decider for decider in deciders(settings.traces)}
     if only := [name for name in settings.cases.split(",") if name]:
         cases = {name: cases[name] for name in only}
-    runs = Runs(settings.out.with_suffix(".json"), settings.processes)
+    runs = Runs(settings.out.with_suffix(".json"), settings.seeds, settings.processes)
     changes = [change for change in CHANGES if not wanted or change.name in wanted]
     for change in changes:
         for line in play(runs, change, cases, until_decided=settings.until_decided):

@@ -19,7 +19,6 @@ from loadgen.workloads.chat import Chat
 from tests.bench.policy_table.cases import KNEES, SYNTHETIC, Case, trace_cases
 from tests.bench.policy_table.run import Cell, measure
 
-SEEDS = (1, 2, 3, 4, 5)
 TRACE_REQUESTS = 350
 _POOL_TOKENS = 16_000
 

@@ -130,7 +130,7 @@ def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> in
     policy = make_policy("predicted_ttft")
     assert isinstance(policy, PredictedTtft)
     for i in range(pods):
-        policy.sent_elsewhere(PodId(f"pod-{i:02}"))
+        policy.sent_elsewhere(PodId(f"pod-{i:02}"), 2000 + i, 0.1)
     place = partition_of(dict.fromkeys("abcd", 1.0), own, 0.01, is_synced=True)
     return choose(policy, RequestInfo((), 2000, 0.2, partition=place), views).pod
 
@@ -158,10 +158,10 @@ def test_a_pod_that_another_gateway_used_had_its_turn(is_warm: bool) -> None:
     policy = make_policy("predicted_ttft")
     assert isinstance(policy, PredictedTtft)
     for pod in (0, 1, 3):
-        policy.sent_elsewhere(PodId(f"pod-{pod}"))
+        policy.sent_elsewhere(PodId(f"pod-{pod}"), 2000, 0.1)
     assert choose(policy, RequestInfo((), 2000, 0.2), pods).pod == 2
-    policy.sent_elsewhere(PodId("pod-2"))
-    policy.sent_elsewhere(PodId("pod-0"))
+    policy.sent_elsewhere(PodId("pod-2"), 9000, 0.3)
+    policy.sent_elsewhere(PodId("pod-0"), 9000, 0.3)
     assert choose(policy, RequestInfo((), 2000, 0.4), pods).pod in (1, 3)
 
 

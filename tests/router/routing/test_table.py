@@ -154,11 +154,11 @@ class Fleet(RuleBasedStateMachine):
         for number in pods:
             self.pod(number)[1].report(load, now_s=self.now_s)
 
-    @rule(number=PODS)
-    def another_gateway_sends(self, number: int) -> None:
+    @rule(number=PODS, tokens=st.sampled_from([1, 500, 5000]))
+    def another_gateway_sends(self, number: int, tokens: int) -> None:
         for policy in (self.of_kept, self.of_new):
             if isinstance(policy, PredictedTtft):
-                policy.sent_elsewhere(self.pod(number)[0])
+                policy.sent_elsewhere(self.pod(number)[0], tokens, self.now_s)
 
     @rule(number=PODS, weight=st.sampled_from([0.5, 1.0, 3.0]))
     def weigh(self, number: int, weight: float) -> None:
