@@ -39,7 +39,14 @@ class PeerReports:
     ) -> None:
         """See PeerSink."""
         if (found := self._pod_of(pod)) is not None:
-            self._chooser.heard(found, request, prompt_tokens=prompt_tokens, uncached_tokens=uncached_tokens, at_s=at_s)
+            self._chooser.heard(
+                found,
+                request,
+                prompt_tokens=prompt_tokens,
+                uncached_tokens=uncached_tokens,
+                output_tokens=output_tokens,
+                at_s=at_s,
+            )
             found.state.sent_elsewhere(
                 request,
                 prompt_tokens=prompt_tokens,
