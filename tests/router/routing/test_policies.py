@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
+from router.routing import ties
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.terms import DELAY_TERMS, REPLICATION_TERMS, TTFT_TERMS
@@ -123,6 +126,14 @@ def test_every_pod_that_is_not_chosen_says_why(requests: list[RequestInfo], pods
             ids = [explained.scores[i].pod_id for i in left]
             assert choose(policy, request, pods).pod == left[ids.index(hashed(request, ids))]
         choose(policy, request, pods)
+
+
+def test_the_page_and_explain_name_the_functions() -> None:
+    page = (Path(ties.__file__).parent / "POLICIES.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ", page.partition("### `predicted_ttft`")[2], re.MULTILINE)
+    explained = choose(make_policy("predicted_ttft"), RequestInfo((), 100, NOW_S), idle(2), explain=True)
+    names = [*explained.scores[0].parts, *(rule.__name__ for rule in RULES)]
+    assert rows == names
 
 
 def hashed(request: RequestInfo, ids: Sequence[PodId]) -> PodId:
