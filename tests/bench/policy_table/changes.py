@@ -18,6 +18,7 @@ from router.routing.affinity_groups import AffinityGroups
 from router.routing.policies import PolicyOptions, make_policy
 from router.views import pod_partition
 from router.views.pod_partition import PodPartition
+from router.views.table import Seconds
 from router.views.types import RequestInfo
 
 Patch = tuple[Any, str, Callable[[Any], Any]]
@@ -46,7 +47,7 @@ class Change:
             setattr(owner, name, new(getattr(owner, name)))
         if self.options:
             options = PolicyOptions(**self.options)  # type: ignore[arg-type]
-            gateway.make_policy = lambda name: make_policy(name, options)  # type: ignore[attr-defined]
+            setattr(gateway, "make_policy", lambda name: make_policy(name, options))  # noqa: B010
 
 
 def _set(owner: Any, name: str, value: Any) -> Patch:
@@ -72,14 +73,14 @@ def _group(name: str, about: str, *patches: Patch, **options: float) -> Change:
     return Change(name, f"`affinity_groups`: {about}", patches, options, ("hot", "shared", "chats", "trace"), GROUPS)
 
 
-def _whole_replication_s(at: terms.Estimate) -> terms.Seconds:
+def _whole_replication_s(at: terms.Estimate) -> Seconds:
     """Return `replication_s` without the part for longer prompts than usual."""
     if not at.owed_s or at.duplicate_s is None:
         return 0.0
-    return cast(terms.Seconds, -np.minimum(at.owed_s, at.duplicate_s))
+    return cast(Seconds, -np.minimum(at.owed_s, at.duplicate_s))
 
 
-def _begun_s(at: terms.Estimate) -> terms.Seconds:
+def _begun_s(at: terms.Estimate) -> Seconds:
     """Return `queue_s` without the rest of the running step."""
     return at.queued_s
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.fetch_costs import FetchCost, FetchCosts
+from engine.contract.fetch_costs import FetchCost, FetchCosts, is_worth_it
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.routing.fetching import add_shared, fetch_or_compute_s, reaching
@@ -167,10 +167,8 @@ def test_a_pod_fetches_what_another_one_holds_and_nothing_that_it_computes_soone
     for row, (matched, token_s, latency_s) in enumerate(told):
         fetched = reached.matched_by(row) - matched
         fetch_s, compute_s = latency_s + token_s * (most - matched), COST.token_s * (most - matched)
-        if not token_s or matched >= most or fetch_s > compute_s:
-            assert fetched == 0
-        elif fetch_s < 0.9 * compute_s:
-            assert fetched == most - matched
+        takes = token_s and matched < most and is_worth_it(fetch_s, compute_s)
+        assert fetched == (most - matched if takes else 0)
 
 
 def test_costs_last_told_hold_until_others_are_told() -> None:

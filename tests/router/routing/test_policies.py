@@ -158,7 +158,7 @@ def test_of_equally_good_pods_an_idle_one_comes_first_unless_others_send_there(
     assert chosen.scores[0].left_out_by == ("idle_first" if partition is None else "")
 
 
-@pytest.mark.parametrize(("matched", "rule"), [(0, "fewest_waiting"), (2000, "close_score")], ids=["nothing", "shared"])
+@pytest.mark.parametrize(("matched", "rule"), [(0, "idle_first"), (2000, "close_score")], ids=["nothing", "shared"])
 def test_ties_are_twice_as_wide_if_traffic_shares_nothing(matched: int, rule: str) -> None:
     """A queue of 0.9 times the request's own prefill makes a difference only if prefixes are shared."""
     policy = make_policy("predicted_ttft")
@@ -168,7 +168,7 @@ def test_ties_are_twice_as_wide_if_traffic_shares_nothing(matched: int, rule: st
     request = RequestInfo((), 4000, NOW_S + 1000)
     first = choose(policy, request, [view], explain=True).scores[0]
     busy = replace(view, pod_id=PodId("pod-1"), free_at_s=request.now_s + 0.9 * first.parts["prefill_s"])
-    busy = replace(busy, in_flight=1)
+    busy = replace(busy, in_flight=1, decoding=1)
     assert choose(policy, request, [view, busy], explain=True).scores[1].left_out_by == rule
 
 
