@@ -20,8 +20,8 @@ import uvloop
 
 from engine.contract.requests import Endpoint
 from router.continuing.continuations import Way
-from router.continuing.record import Record
 from router.continuing.resume import ask
+from router.continuing.transcript import Record
 from router.engines.usage import Tail
 from router.forwarding.relay import Relay
 
