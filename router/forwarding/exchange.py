@@ -21,7 +21,7 @@ from router.engines.attempt_result import Broken, Cause, Done, GoesOn, Result, R
 from router.engines.usage import Usage
 from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
-from router.peer_sync.sent_reports import Told
+from router.peer_sync.sent_reports import SentReport
 from router.reading.inbound import Inbound
 from router.tenants.tenant import DEFAULT, Tenant
 
@@ -69,7 +69,7 @@ class Attempt:
     choice: Choice
     lease: Lease
     sent_s: float
-    report: Told | None = None
+    report: SentReport | None = None
     """Reports the attempt to the other gateways; None if they need no report."""
     session_id: str | None = None
     """Session id in the pod's KV events for the blocks of this request; None: the client's own, if any, is sent."""

@@ -32,7 +32,7 @@ from router.engines.attempt_result import (
 )
 
 MEANINGS = (None, Cause.FULL, Cause.LEAVING, Cause.DEAD)
-HEADS = [
+HEADS: list[Observed] = [
     ErrorStatus(status, says_when, meaning if status >= 500 else None, is_unknown_path and status in (404, 405))
     for status, says_when, meaning, is_unknown_path in itertools.product(
         range(300, 600), (False, True), MEANINGS, (False, True)
@@ -46,7 +46,7 @@ LATER: list[Observed] = [
     *map(Ended, (False, True)),
 ]
 WHOLE_BEFORE = (ClientHas.NOTHING, ClientHas.EARLIER_PART)
-EVERY = [
+EVERY: list[tuple[Observed, ClientHas, bool]] = [
     *itertools.product(HEADS, WHOLE_BEFORE, (False, True)),  # a client has no part of an answer whose head just came
     *itertools.product(LATER, ClientHas, (False, True)),
 ]
