@@ -75,7 +75,8 @@ def test_only_a_whole_answer_is_done_and_only_an_answer_goes_on() -> None:
 
 
 def test_the_rest_of_a_stream_is_a_stream() -> None:
-    for kind, is_stream in itertools.product((Began, Ended), (False, True)):
+    kinds: tuple[type[Began | Ended], ...] = (Began, Ended)
+    for kind, is_stream in itertools.product(kinds, (False, True)):
         good = GOES_ON if kind is Began else DONE
         for client_has in ClientHas:
             is_unfit = not is_stream and client_has is ClientHas.EARLIER_PART
