@@ -89,7 +89,7 @@ class Generate:
         if tenant.limits is None:
             return await self._proxy.forward(running)
         tokens = inbound.prompt_tokens + inbound.answer_tokens
-        async with self._limiter.take(tenant, tokens, running.leaving_gate()) as taking:
+        async with self._limiter.take(tenant, tokens, running.leaving_fifo()) as taking:
             exchange.limited(taking.headers())
             try:
                 return await self._proxy.forward(running)

@@ -10,7 +10,7 @@ from aiohttp import web
 from engine.contract.requests import Endpoint
 from router.edge.admission import Admitted
 from router.edge.body import BodyLimits, go_ahead, read_body
-from router.edge.connection_limits import leave_gate, leaving_gate
+from router.edge.connection_limits import leave_fifo, leaving_fifo
 from router.edge.errors import UnsupportedEncoding
 from router.edge.form import Form, too_large
 from router.forwarding.conversations import Conversations
@@ -56,7 +56,7 @@ class Reading:
         if request.path in UPLOADS:
             return await self._upload(request, arrival, admitted)
         body = await read_body(request, admitted, self._bodies, arrival.deadline_s)
-        raw_path, on_wait = request.rel_url.raw_path, leaving_gate(request)
+        raw_path, on_wait = request.rel_url.raw_path, leaving_fifo(request)
         return await self.read(request.path, raw_path, request.headers, body, arrival, admitted, on_wait)
 
     async def _upload(self, request: web.Request, arrival: Arrival, admitted: Admitted) -> Inbound:
@@ -70,11 +70,11 @@ class Reading:
             raise too_large(self._uploads.max_bytes)
         form = Form(request, self._bodies, arrival.deadline_s, self._uploads.max_bytes)
         upload = Upload(form, admitted)
-        leave_gate(request)
+        leave_fifo(request)
         try:
             await go_ahead(request)
             tenant = arrival.tenant
-            await upload.hold(self._uploads.max_held_bytes, self._reader.only_model(tenant))
+            await upload.hold(self._uploads.max_held_bytes, self._reader.models.only_model(tenant))
             size = request.content_length or upload.held
             return self._reader.read_upload(request.path, upload, size, request.headers, tenant)
         except BaseException:

@@ -11,7 +11,7 @@ from aiohttp import web
 from engine.contract.errors import ApiError, Unavailable, quoted
 from router.edge.admission import Admission
 from router.edge.client_keys import client_of, tenant_of
-from router.edge.connection_limits import leave_gate
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import RETRY_AFTER_S, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
@@ -20,7 +20,8 @@ from router.forwarding.exchange import Arrival, Exchange
 from router.forwarding.proxy import Proxy
 from router.forwarding.recorder import Recorder
 from router.forwarding.running import Running
-from router.reading.inbound import Inbound, check_allowed, inbound_by_load
+from router.reading.inbound import Inbound, inbound_by_load
+from router.reading.names import check_allowed
 from router.stored.places import Place, Places
 from router.tenants.tenant import Tenant
 from router.views.types import PodId
@@ -66,7 +67,7 @@ class Stored:
         pattern = route.canonical
         try:
             with self._admission.request() as admitted:
-                leave_gate(request)
+                leave_fifo(request)
                 name = request.match_info["id"]
                 place = await self._place(name, exchange.arrival.tenant)
                 inbound = exchange.asks(self._inbound(request, pattern, name, place))

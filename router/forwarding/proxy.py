@@ -98,7 +98,7 @@ class Proxy:
 
         Raises as `Candidates.first`.
         """
-        exchange, inbound, on_wait = running.exchange, running.inbound, running.leaving_gate()
+        exchange, inbound, on_wait = running.exchange, running.inbound, running.leaving_fifo()
         if not exchange.attempts:
             return self._attempts.begin(exchange, inbound, await self._candidates.first(exchange, inbound, on_wait))
         choice = await self._candidates.next(exchange, inbound, on_wait)

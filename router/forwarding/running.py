@@ -14,7 +14,7 @@ from enum import Enum, auto
 from aiohttp import web
 
 from router.edge.admission import Admitted
-from router.edge.connection_limits import leaving_gate
+from router.edge.connection_limits import leaving_fifo
 from router.forwarding.exchange import Exchange
 from router.forwarding.partial_stream import Interrupted, PartialStream
 from router.reading.inbound import Inbound
@@ -58,9 +58,9 @@ class Running:
         self.admitted = admitted
         self.state: State = UNANSWERED
 
-    def leaving_gate(self) -> Callable[[], None]:
+    def leaving_fifo(self) -> Callable[[], None]:
         """Return a function that gives back the connection's place among the requests that are read."""
-        return leaving_gate(self.request)
+        return leaving_fifo(self.request)
 
     def client_left(self, error: Exception, response: web.StreamResponse) -> None:
         """End the request, because the client takes no more of `response`."""

@@ -158,7 +158,7 @@ class Sender:
             ),
             deadline_s,
             running.admitted.keep,
-            running.leaving_gate(),
+            running.leaving_fifo(),
         )
 
     def _decide(

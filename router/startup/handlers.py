@@ -38,6 +38,7 @@ from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
+from router.reading.names import Models
 from router.registry.reader import RegistryReader
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.startup.parts import (
@@ -46,8 +47,8 @@ from router.startup.parts import (
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
+    CONNECTIONS,
     DISCOVERY,
-    DOOR,
     ENGINES,
     EVENTS,
     FLEET,
@@ -76,7 +77,7 @@ from router.startup.parts import (
     UPSTREAM,
     USAGE_LOG,
 )
-from router.stored.named_caches import NamedCaches
+from router.stored.named_caches import NamedCacheLimits, NamedCaches
 from router.telemetry.log import RequestLog
 from router.views.types import Policy
 
@@ -92,15 +93,13 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     estimates = Estimates()
     options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
     reader = Reader(
-        fleet,
+        Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
         estimates,
         stride=settings.stride,
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
         isolation=app[ISOLATION],
         engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
-        wakes_models=settings.activation_timeout_s > 0,
-        names=app[NAMES],
     )
 
     shares = settings.redis_url is not None and settings.share_beliefs
@@ -167,9 +166,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         app[ADMISSION],
         bodies,
-        max_ttl_s=settings.named_cache_max_ttl_s,
-        max_body_bytes=settings.max_body_bytes,
-        is_enabled=settings.named_caches > 0,
+        NamedCacheLimits(settings.named_cache_max_ttl_s, settings.max_body_bytes, settings.named_caches > 0),
     )
     app[RECORDER] = Recorder(
         chooser,
@@ -235,7 +232,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         registry=registry,
         has_registry=isinstance(app[REGISTRY], RegistryReader),
         admission=app[ADMISSION],
-        door=app[DOOR],
+        connections=app[CONNECTIONS],
         lacks=app[LACKS],
         room=app[ROOM],
         metrics=metrics,
