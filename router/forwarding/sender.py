@@ -40,9 +40,19 @@ from router.forwarding.conversations import Conversations
 from router.forwarding.exchange import Attempt, Exchange
 from router.forwarding.failure_accounting import FailureAccounting
 from router.forwarding.hedge import Race
-from router.forwarding.partial_stream import Interrupted, PartialStream, Passed, Rest, RestBody, interrupted
 from router.forwarding.relay import ClientStalled, Relay, Source, StreamBroke
-from router.forwarding.running import UNANSWERED, Over, Running, Streaming
+from router.forwarding.running import (
+    UNANSWERED,
+    Interrupted,
+    Over,
+    PartialStream,
+    Passed,
+    Rest,
+    RestBody,
+    Running,
+    Streaming,
+    interrupted,
+)
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
