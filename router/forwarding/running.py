@@ -1,8 +1,8 @@
 """A request while the gateway handles it: what it is, what became of it so far, and how it goes on.
 
-    UNANSWERED -- a pod begins to answer --> Streaming --> Over
-    Streaming -- its pod breaks it --> Interrupted -- another pod gives the rest --> Streaming
-    UNANSWERED -- a whole answer --> Over        Interrupted -- nobody gives the rest --> Over
+UNANSWERED -- a pod begins to answer --> Streaming --> Over
+Streaming -- its pod breaks it --> Interrupted -- another pod gives the rest --> Streaming
+UNANSWERED -- a whole answer --> Over        Interrupted -- nobody gives the rest --> Over
 """
 
 from __future__ import annotations
