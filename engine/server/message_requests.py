@@ -54,13 +54,14 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
     spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "messages")
     meant = GenerationFields(**shared(fields, SharedFields), stop=list(fields.stop_sequences or ()))
+    limit = model.answer_limit(fields.max_tokens)
     prompt = Prompt(
         encoded.ids,
         spans,
-        max(1, min(fields.max_tokens, room)),
+        max(1, min(limit, room)),
         None,
         marks=kept_marks(model, meant, marks, len(encoded.ids)),
-        fills_context=fields.max_tokens > room,
+        fills_context=limit > room,
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
     return make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens)

@@ -51,6 +51,14 @@ class ModelText:
     """Tokens of messages that came before."""
     least_kept_tokens: int = 1
     """Tokens of the shortest prefix that is kept for a client."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The checkpoint's values of sampling fields, for requests that do not give them."""
+    max_new_tokens: int | None = None
+    """Most tokens of any answer, by the checkpoint."""
+
+    def answer_limit(self, asked: int) -> int:
+        """Return the most tokens of an answer to a request that asks for `asked` tokens."""
+        return asked if self.max_new_tokens is None else min(asked, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +264,8 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
     tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
-    prompt = Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept, tools=tools)
+    limit = model.answer_limit(room if given is None else given)
+    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools)
     return with_answer_so_far(model, fields, prompt)
 
 
@@ -285,7 +294,8 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
         check_ids(prompt, model.vocab_size, "prompt")
         encoded, tokens = None, prompt
     room = room_for(model, len(tokens), fields.max_tokens, "prompt")
-    max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+    asked = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+    max_tokens = model.answer_limit(asked)
     context = context_of(model.tokenizer, tokens)
     kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
@@ -387,8 +397,9 @@ def make_job(
 
 
 def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) -> SamplingParams:
+    """Return the sampling: what the request gives, else what the checkpoint advises, else the API's defaults."""
     default = SamplingParams()
-    given = {
+    given = dict(model.sampling) | {
         name: value
         for name in (
             "temperature",
@@ -401,7 +412,7 @@ def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) 
         )
         if (value := getattr(fields, name)) is not None
     }
-    top_k = max(0, given.pop("top_k", default.top_k))  # in vLLM -1 also means "all"
+    top_k = max(0, int(given.pop("top_k", default.top_k)))  # in vLLM -1 also means "all"
     return SamplingParams(
         **given,
         top_k=0 if top_k >= model.vocab_size else top_k,

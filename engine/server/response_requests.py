@@ -96,11 +96,14 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "input")
     meant = GenerationFields(**shared(fields, OpenAiFields))
-    limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
+    limit = model.answer_limit(room if fields.max_output_tokens is None else min(fields.max_output_tokens, room))
     kept = kept_marks(model, meant, (), len(encoded.ids))
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
     compact_json({"response": told}, "metadata")  # nested as in an event: what cannot be written fails now
-    sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
+    sampled = {
+        name: model.sampling.get(name, 1.0) if (value := getattr(fields, name)) is None else value
+        for name in ("temperature", "top_p")
+    }
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
     return make_job(model, meant, (prompt,), None, told=told | sampled)
 

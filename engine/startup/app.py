@@ -40,6 +40,7 @@ from engine.loop.publish import Publisher
 from engine.loop.step_loop import EngineLoop
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
+from engine.model.generation import GENERATION_FILE, Generation
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
@@ -48,9 +49,11 @@ from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.startup.idle_settings import RULES
 from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
+from engine.startup.unread import unread_lines
 from engine.text.chat import ChatTemplate
 from engine.text.token_cache import TokenCache
-from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.text.token_files import TokenizerError
+from engine.text.tokenizer import Tokenizer
 from engine.tiers.build import Store, TierError, close_stores
 from engine.tiers.exported import TierCollector
 
@@ -149,6 +152,11 @@ def load(settings: EngineSettings) -> LoadedModel:
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
+    generation = Generation.from_path(settings.model) if settings.generation_config else Generation()
+    for line in unread_lines(settings.model, tokenizer, generation):
+        log.warning("%s", line)
+    if generation.defaults:
+        log.info("%s: %s, unless --no-generation-config is set", GENERATION_FILE, generation.defaults)
     backend: Backend
     stores: tuple[Store, ...] = ()
     if settings.device == "sim":
@@ -168,7 +176,9 @@ def load(settings: EngineSettings) -> LoadedModel:
         template=template,
         vocab_size=config.vocab_size,
         max_model_len=settings.max_model_len or max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
+        sampling=generation.sampling,
+        max_new_tokens=generation.max_new_tokens,
         stride=settings.stride,
         token_cache=TokenCache(tokenizer, settings.token_cache_mib * 2**20),
         least_kept_tokens=settings.pin_min_tokens,

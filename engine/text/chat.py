@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.contract.errors import BadRequest
-from engine.text.tokenizer import TokenizerError, read_json, read_text
+from engine.text.token_files import TokenFiles, TokenizerError, read_json, read_text
 
 _RENDER_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
@@ -42,12 +42,12 @@ class ChatTemplate:
     @classmethod
     def from_path(cls, folder: Path) -> ChatTemplate | None:
         """Return the template of the checkpoint in `folder`, None if it has none. Raises TokenizerError."""
-        config = read_json(folder / "tokenizer_config.json")
-        source, with_tools = _template_sources(folder, config)
+        files = TokenFiles.from_path(folder)
+        source, with_tools = _template_sources(folder, files.config)
         if source is None:
             return None
         try:
-            return cls(source, _special_tokens(folder, config), with_tools)
+            return cls(source, files.named, with_tools)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template of {folder} is not valid: line {error.lineno}: {error}") from None
 
@@ -152,14 +152,3 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | No
     if not all(one is None or isinstance(one, str) for one in sources):
         raise TokenizerError(f"{folder}: chat_template must be a string or a list with one named 'default'")
     return sources[0], sources[1]
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and similar tokens: strings, or objects with the string in `content`."""
-    merged = {**read_json(folder / "special_tokens_map.json"), **config}
-    tokens = {}
-    for name, value in merged.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens
