@@ -41,6 +41,7 @@ class _Chat:
     messages: list[dict[str, Any]]
     text: str
     marks: list[Place]
+    ignored: tuple[str, ...]
 
 
 def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
@@ -64,7 +65,9 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
         fills_context=limit > room,
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
-    return make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens)
+    return make_job(
+        model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=(*fields.ignored, *chat.ignored)
+    )
 
 
 def count_tokens(model: ModelText, body: bytes) -> int:
@@ -81,8 +84,11 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
     marks = _marks(fields)
     messages = chat_messages(fields.system, fields.messages)
     goes_on = messages[-1]["role"] == "assistant"
-    text = render_chat(model, messages, None, fields.chat_template_kwargs, goes_on=goes_on)
-    return _Chat(messages, text, marks)
+    places = [f"messages[{i}].content" for i in range(len(fields.messages))]
+    if fields.system is not None:
+        places.insert(0, "system")
+    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places, goes_on=goes_on)
+    return _Chat(messages, rendered.text, marks, rendered.ignored)
 
 
 def _marks(fields: CountFields) -> list[Place]:

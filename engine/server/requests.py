@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,13 +14,14 @@ from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
-from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
+from engine.server.exact_numbers import exact_fields
+from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, template_messages, tool_use
+from engine.server.messages import check_tools, is_said_elsewhere, template_messages, tool_use, unread_reasoning
 from engine.server.so_far import answered_tokens
-from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
+from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import PART_CHARS, Encoded, Tokenizer
 
@@ -30,6 +32,7 @@ COMPLETION_MAX_TOKENS = 16
 _USUAL_BYTES_PER_TOKEN = 8
 """Texts with more bytes per token of the context are looked at in parts before they are tokenized. Usual texts have 3
 to 5 bytes per token."""
+_VARIABLES = ("reasoning_effort", "verbosity")
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -39,7 +42,7 @@ class ModelText:
 
     name: str
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatRenderer | None
     vocab_size: int
     """Number of token ids that the model can embed."""
     max_model_len: int
@@ -62,6 +65,15 @@ class ModelText:
 
 
 @dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of a chat's prompt."""
+
+    text: str
+    ignored: tuple[str, ...]
+    """Parts of the request that have no effect on it and are not missed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of a request."""
 
@@ -74,6 +86,8 @@ class Prompt:
     """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
     """Tokens of the answer that the client already has. They count as output."""
+    answered_chars: int = 0
+    """Length of their text."""
     marks: tuple[CacheMark, ...] = ()
     """The prefixes that the client asks to keep, shortest first."""
     fills_context: bool = False
@@ -100,6 +114,12 @@ class GenerationJob:
     returns_token_ids: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that its answer repeats."""
+    continuous_usage: bool = False
+    """Whether every event of the stream has the usage so far."""
+    shows_special: bool = False
+    """Whether the answer's text shows special tokens."""
+    ignored: tuple[str, ...] = ()
+    """What the request says without effect; the answer's header `warning` names it."""
     says_nothing: bool = False
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
 
@@ -124,7 +144,8 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
     if endpoint is Endpoint.CHAT:
         chat = parse_fields(ChatFields, raw)
         check_model(model, chat.model)
-        return make_job(model, chat, (_chat_prompt(model, chat),), _chat_logprobs(chat))
+        prompt, ignored = _chat_prompt(model, chat, exact_fields(body, raw))
+        return make_job(model, chat, (prompt,), _chat_logprobs(chat), ignored=ignored)
     completion = parse_fields(CompletionFields, raw)
     check_model(model, completion.model)
     if completion.echo and completion.logprobs is not None:
@@ -157,10 +178,16 @@ def render_chat(
     tools: Sequence[Any] | None,
     variables: dict[str, Any] | None = None,
     *,
+    places: Sequence[str] = (),
+    may_call: bool = True,
     add_generation_prompt: bool = True,
     goes_on: bool = False,
-) -> str:
-    """Return the prompt's text. `goes_on`: the answer continues the last message. Raises BadRequest."""
+) -> Rendered:
+    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `may_call`: whether the
+    model may call the tools. `goes_on`: the answer continues the last message.
+
+    Raises BadRequest for a message that is not valid, and for a text of the request that the template leaves out.
+    """
     if model.template is None:
         raise BadRequest(
             f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
@@ -168,10 +195,30 @@ def render_chat(
             param="messages",
         )
     tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-    if goes_on:
-        return model.template.render_open(template_messages(messages), tools, variables)
-    return model.template.render(
-        template_messages(messages), tools, variables, add_generation_prompt=add_generation_prompt
+    checked = template_messages(messages)
+    rendered = model.template.render(
+        checked, tools, variables, add_generation_prompt=add_generation_prompt, goes_on=goes_on
+    )
+    ignored = list(unread_reasoning(checked, model.template.template))
+    for place in rendered.left_out:
+        if place.startswith("tools[") and not may_call:
+            ignored.append("tools")
+        elif not is_said_elsewhere(place, checked):
+            raise _left_out(place, places)
+    ignored += [f"chat_template_kwargs.{name}" for name in variables or () if not model.template.reads(name)]
+    return Rendered(rendered.text, tuple(dict.fromkeys(ignored)))
+
+
+def _left_out(place: str, places: Sequence[str]) -> BadRequest:
+    """Return the error for a text that the template leaves out."""
+    index = re.match(r"messages\[(\d+)\]", place)
+    if places and index is not None:
+        place = places[int(index[1])] + place[index.end() :].removesuffix(".content")
+    return BadRequest(
+        f"{place} would be lost: the model's chat template does not render it. Leave it out, or write it into a "
+        "message that the template renders",
+        param=place,
+        code="unsupported_value",
     )
 
 
@@ -210,16 +257,21 @@ def check_length(model: ModelText, text: str, param: str) -> None:
     size, limit = len(text.encode()), model.max_model_len
     if size > (most := model.tokenizer.most_bytes(limit)):
         raise BadRequest(
-            f"the prompt has {size} bytes; the model's context of {limit} tokens holds at most {most}",
+            f"{_longest(model)}, which have at most {most} bytes; the prompt has {size} bytes",
             param=param,
             code="context_length_exceeded",
         )
     if size > max(_USUAL_BYTES_PER_TOKEN * limit, PART_CHARS) and model.tokenizer.surely_exceeds(text, limit):
         raise BadRequest(
-            f"the prompt has {size} bytes, which are more tokens than the model's context of {limit} holds",
+            f"{_longest(model)}; the prompt has {size} bytes, which are more tokens than that",
             param=param,
             code="context_length_exceeded",
         )
+
+
+def _longest(model: ModelText) -> str:
+    """Return the beginning of an error by which clients know that they must shorten the conversation."""
+    return f"This model's maximum context length is {model.max_model_len} tokens"
 
 
 def encode_prompt(model: ModelText, text: str, param: str, salt: str | None, *, add_special_tokens: bool) -> Encoded:
@@ -243,16 +295,23 @@ def _is_ids(items: Sequence[object]) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
+def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any]) -> tuple[Prompt, tuple[str, ...]]:
+    """Return the prompt, and the names of what the request says without effect.
+
+    `exact`: the body with exact numbers.
+    """
     check_tools(fields.tools, fields.tool_choice)
-    text = render_chat(
+    own, unread = _own_variables(model, fields)
+    rendered = render_chat(
         model,
-        fields.messages,
-        fields.tools,
-        fields.chat_template_kwargs,
+        exact["messages"],
+        exact.get("tools"),
+        own | (exact.get("chat_template_kwargs") or {}),
+        may_call=fields.tool_choice != "none",
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
     )
+    text = rendered.text
     encoded = encode_prompt(model, text, "messages", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
@@ -266,7 +325,14 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
     tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
     limit = model.answer_limit(room if given is None else given)
     prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools)
-    return with_answer_so_far(model, fields, prompt)
+    return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
+
+
+def _own_variables(model: ModelText, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that are variables of the chat template, and the names of those that it does not read."""
+    given = {name: value for name in _VARIABLES if (value := getattr(fields, name)) is not None}
+    read = {name: value for name, value in given.items() if model.template is not None and model.template.reads(name)}
+    return read, [name for name in given if name not in read]
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -326,7 +392,7 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
             code="answer_complete",
         )
     context = context_of(model.tokenizer, [*prompt.tokens, *answered] if prompt.context else answered)
-    return replace(prompt, answered=tuple(answered), context=context)
+    return replace(prompt, answered=tuple(answered), answered_chars=len(fields.answer_so_far), context=context)
 
 
 def keys_of(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
@@ -344,14 +410,14 @@ def room_for(model: ModelText, prompt_tokens: int, max_tokens: int | None, param
         raise BadRequest("the prompt is empty: it has no tokens", param=param)
     if prompt_tokens >= limit:
         raise BadRequest(
-            f"the prompt has {prompt_tokens} tokens; the model's context of {limit} holds prompt and answer",
+            f"{_longest(model)} for prompt and answer; the prompt has {prompt_tokens} tokens",
             param=param,
             code="context_length_exceeded",
         )
     if prompt_tokens + (max_tokens or 0) > limit:
         raise BadRequest(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the model's "
-            f"context of {limit} tokens",
+            f"{_longest(model)} for prompt and answer; the prompt has {prompt_tokens} tokens and max_tokens is "
+            f"{max_tokens}",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -373,10 +439,16 @@ def make_job(
     echo: bool = False,
     says_nothing: bool = False,
     told: Mapping[str, Any] | None = None,
+    ignored: Sequence[str] = (),
 ) -> GenerationJob:
     """Return the job for these prompts; `fields` gives the sampling and the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    options = fields.stream_options or StreamOptions()
+    hidden = ("stream_options.include_obfuscation",) if options.include_obfuscation else ()
+    least = fields.min_tokens or 0
+    if any(least > prompt.max_tokens for prompt in prompts):
+        raise BadRequest(f"min_tokens ({least}) is more than the answer may have", param="min_tokens")
     stop_ids = fields.stop_token_ids or []
     check_ids(stop_ids, model.vocab_size, "stop_token_ids")
     return GenerationJob(
@@ -387,12 +459,15 @@ def make_job(
         stop_token_ids=frozenset(stop_ids) | (frozenset() if fields.ignore_eos else model.eos_token_ids),
         salt=fields.cache_salt or "",
         stream=bool(fields.stream),
-        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        shows_special=fields.skip_special_tokens is False,
         is_seeded=fields.seed is not None,
         echo=echo,
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
         told=told or {},
+        ignored=tuple(dict.fromkeys((*fields.ignored, *hidden, *ignored))),
     )
 
 
@@ -418,6 +493,7 @@ def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) 
         top_k=0 if top_k >= model.vocab_size else top_k,
         logit_bias=_logit_bias(fields.logit_bias or {}, model.vocab_size),
         seed=random.getrandbits(63) if fields.seed is None else fields.seed % 2**63,
+        min_tokens=fields.min_tokens or 0,
         logprobs=logprobs,
     )
 

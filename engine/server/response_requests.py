@@ -90,7 +90,11 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         )
     _check_input(fields.input)
     messages = response_messages(fields.instructions, fields.input)
-    text = render_chat(model, messages, None, fields.chat_template_kwargs)
+    places = ["input"] if isinstance(fields.input, str) else [f"input[{i}].content" for i in range(len(fields.input))]
+    if fields.instructions is not None:
+        places.insert(0, "instructions")
+    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places)
+    text = rendered.text
     encoded = encode_prompt(model, text, "input", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
     spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
@@ -105,7 +109,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         for name in ("temperature", "top_p")
     }
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
-    return make_job(model, meant, (prompt,), None, told=told | sampled)
+    return make_job(model, meant, (prompt,), None, told=told | sampled, ignored=(*fields.ignored, *rendered.ignored))
 
 
 def _check_input(given: object) -> None:

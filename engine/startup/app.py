@@ -51,6 +51,7 @@ from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
 from engine.startup.unread import unread_lines
 from engine.text.chat import ChatTemplate
+from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
 from engine.text.token_files import TokenizerError
 from engine.text.tokenizer import Tokenizer
@@ -173,7 +174,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     text = ModelText(
         name=settings.model_name,
         tokenizer=tokenizer,
-        template=template,
+        template=None if template is None else ChatRenderer(template),
         vocab_size=config.vocab_size,
         max_model_len=settings.max_model_len or max_model_len,
         eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,

@@ -162,10 +162,13 @@ class Tokenizer:
 
     def decoded_bytes(self, token: int) -> bytes:
         """Return the bytes that `decode` joins for a token if `joins_bytes`. A special token has none."""
+        return b"" if token in self._special else self.shown_bytes(token)
+
+    def shown_bytes(self, token: int) -> bytes:
+        """Return the same as `decoded_bytes`, and the text of a special token too."""
         found = self._decoded.get(token)
         if found is None:  # the cache has at most one entry per token of the vocabulary
-            text = "" if token in self._special else self.token_text(token)
-            found = self._decoded[token] = self._byte_level_bytes(text)
+            found = self._decoded[token] = self._byte_level_bytes(self.token_text(token))
         return found
 
     def token_id(self, token: str) -> int | None:
