@@ -140,7 +140,10 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 def _arguments(given: object, where: str) -> Arguments:
     if isinstance(given, dict):
-        return Arguments(json.dumps(given, ensure_ascii=False), given)
+        try:
+            return Arguments(json.dumps(given, ensure_ascii=False), given)
+        except RecursionError:
+            raise _bad(where, "is nested too deeply") from None
     text = given or "{}"
     if isinstance(text, str):
         try:

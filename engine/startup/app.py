@@ -30,6 +30,7 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.common.api_keys import parse_keys
 from engine.common.audit import configure_audit
 from engine.common.collector import quiet_collector
+from engine.common.descriptors import raise_file_limit
 from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
@@ -68,6 +69,8 @@ CPU_KV_BYTES = 2**30
 """Bytes of the KV pool on the CPU by default."""
 _LOADING = "load"
 """Name of the thread that loads the model."""
+OWN_DESCRIPTORS = 64
+"""Open files besides clients' connections: libraries, listening sockets, Redis, tiers."""
 CLOSE_S = 1.0
 """Seconds to close the connections after the drain, and to close the backend after a forced end."""
 
@@ -97,6 +100,7 @@ def run(settings: EngineSettings) -> int:
     configure_audit()
     for words in without_effect(settings, RULES):
         log.warning("%s", words)
+    _want_descriptors(settings.max_running + settings.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -106,6 +110,20 @@ def run(settings: EngineSettings) -> int:
     if any(thread.name == _LOADING for thread in threading.enumerate()):
         _leave(0)  # a thread inside torch would abort the process when the interpreter ends
     return 0
+
+
+def _want_descriptors(connections: int) -> None:
+    """Raise the limit of open files, and say so if it is too low for this many connections: the system would reset
+    those beyond it, without a word in the log."""
+    limit = raise_file_limit()
+    if limit is not None and limit < connections + OWN_DESCRIPTORS:
+        log.warning(
+            "at most %d connections can be open at once, fewer than the %d requests of --max-running and "
+            "--max-waiting: the system allows %d open files (ulimit -Hn)",
+            max(0, limit - OWN_DESCRIPTORS),
+            connections,
+            limit,
+        )
 
 
 async def serve(settings: EngineSettings) -> None:

@@ -132,7 +132,11 @@ class ChatRenderer:
     ) -> Reading:
         """Return the reading of messages of this shape."""
         trial = _Trial.of(messages, tools)
-        shape = repr((trial.messages, trial.tools, variables, add_generation_prompt))
+        read = {name: value for name, value in (variables or {}).items() if self.reads(name)}
+        try:
+            shape = repr((trial.messages, trial.tools, read, add_generation_prompt))
+        except RecursionError:  # a client may nest values deeper than Python writes them
+            return self._read(trial, variables, add_generation_prompt)
         key = xxh3_128_digest(shape.encode(errors="surrogatepass"))
         with self._lock:
             if (known := self._found.get(key)) is not None:
