@@ -33,7 +33,7 @@ class GatewaySettings(NameSettings, NamedCacheSettings, DiscoverySettings, Picke
     Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
     shows a running gateway.
 
-    Traces are sent if the standard OTEL_* variables ask for them (engine/common/otel/VARIABLES.md).
+    Traces are sent if the standard OTEL_* variables ask for them (engine/common/otel/README.md).
 
     Exit status: 0 after a clean stop, 1 if a port is not available or a background task has died, 2 for bad flags or
     key files.
