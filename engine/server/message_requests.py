@@ -18,6 +18,7 @@ from engine.server.message_fields import (
     MessagesFields,
     check_content,
 )
+from engine.server.rendered import render_chat
 from engine.server.requests import (
     GenerationJob,
     ModelText,
@@ -27,7 +28,6 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
-    render_chat,
     room_for,
     with_answer_so_far,
 )

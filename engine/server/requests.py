@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
-from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.server.exact_numbers import exact_fields
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, is_said_elsewhere, template_messages, tool_use, unread_reasoning
+from engine.server.messages import check_tools, tool_use
+from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
@@ -62,15 +61,6 @@ class ModelText:
     def answer_limit(self, asked: int) -> int:
         """Return the most tokens of an answer to a request that asks for `asked` tokens."""
         return asked if self.max_new_tokens is None else min(asked, self.max_new_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """The text of a chat's prompt."""
-
-    text: str
-    ignored: tuple[str, ...]
-    """Parts of the request that have no effect on it and are not missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,56 +160,6 @@ def check_model(model: ModelText, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def render_chat(
-    model: ModelText,
-    messages: Sequence[Any],
-    tools: Sequence[Any] | None,
-    variables: dict[str, Any] | None = None,
-    *,
-    places: Sequence[str] = (),
-    may_call: bool = True,
-    add_generation_prompt: bool = True,
-    goes_on: bool = False,
-) -> Rendered:
-    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `may_call`: whether the
-    model may call the tools. `goes_on`: the answer continues the last message.
-
-    Raises BadRequest for a message that is not valid, and for a text of the request that the template leaves out.
-    """
-    if model.template is None:
-        raise BadRequest(
-            f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
-            "chat_template.jinja",
-            param="messages",
-        )
-    tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-    checked = template_messages(messages)
-    rendered = model.template.render(
-        checked, tools, variables, add_generation_prompt=add_generation_prompt, goes_on=goes_on
-    )
-    ignored = list(unread_reasoning(checked, model.template.template))
-    for place in rendered.left_out:
-        if place.startswith("tools[") and not may_call:
-            ignored.append("tools")
-        elif not is_said_elsewhere(place, checked):
-            raise _left_out(place, places)
-    ignored += [f"chat_template_kwargs.{name}" for name in variables or () if not model.template.reads(name)]
-    return Rendered(rendered.text, tuple(dict.fromkeys(ignored)))
-
-
-def _left_out(place: str, places: Sequence[str]) -> BadRequest:
-    """Return the error for a text that the template leaves out."""
-    index = re.match(r"messages\[(\d+)\]", place)
-    if places and index is not None:
-        place = places[int(index[1])] + place[index.end() :].removesuffix(".content")
-    return BadRequest(
-        f"{place} would be lost: the model's chat template does not render it. Leave it out, or write it into a "
-        "message that the template renders",
-        param=place,
-        code="unsupported_value",
-    )
 
 
 def list_prompts(prompt: object) -> list[str | list[int]]:

@@ -20,6 +20,7 @@ from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
 from engine.server.fields import GenerationFields, OpenAiFields, check_number, parse_fields, shared
 from engine.server.marks import kept_marks
+from engine.server.rendered import render_chat
 from engine.server.requests import (
     GenerationJob,
     ModelText,
@@ -28,7 +29,6 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
-    render_chat,
     room_for,
     with_answer_so_far,
 )

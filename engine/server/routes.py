@@ -26,7 +26,8 @@ from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.message_requests import count_tokens
-from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
+from engine.server.rendered import render_chat
+from engine.server.requests import ModelText, check_ids, check_length, check_model
 from engine.server.service import EngineService, ServerState
 from engine.server.wire import MAX_BODY_BYTES, body_of, finish
 

@@ -30,7 +30,6 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.common.api_keys import parse_keys
 from engine.common.audit import configure_audit
 from engine.common.collector import quiet_collector
-from engine.common.descriptors import raise_file_limit
 from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
@@ -41,16 +40,17 @@ from engine.loop.publish import Publisher
 from engine.loop.step_loop import EngineLoop
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
-from engine.model.generation import GENERATION_FILE, Generation
+from engine.model.generation import Generation
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import EngineService, ServerState, TextWorkers
+from engine.startup.descriptors import want_descriptors
 from engine.startup.idle_settings import RULES
 from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
-from engine.startup.unread import unread_lines
+from engine.startup.unread import say_unread
 from engine.text.chat import ChatTemplate
 from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
@@ -69,8 +69,6 @@ CPU_KV_BYTES = 2**30
 """Bytes of the KV pool on the CPU by default."""
 _LOADING = "load"
 """Name of the thread that loads the model."""
-OWN_DESCRIPTORS = 64
-"""Open files besides clients' connections: libraries, listening sockets, Redis, tiers."""
 CLOSE_S = 1.0
 """Seconds to close the connections after the drain, and to close the backend after a forced end."""
 
@@ -100,7 +98,7 @@ def run(settings: EngineSettings) -> int:
     configure_audit()
     for words in without_effect(settings, RULES):
         log.warning("%s", words)
-    _want_descriptors(settings.max_running + settings.max_waiting)
+    want_descriptors(settings.max_running + settings.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -110,20 +108,6 @@ def run(settings: EngineSettings) -> int:
     if any(thread.name == _LOADING for thread in threading.enumerate()):
         _leave(0)  # a thread inside torch would abort the process when the interpreter ends
     return 0
-
-
-def _want_descriptors(connections: int) -> None:
-    """Raise the limit of open files, and say so if it is too low for this many connections: the system would reset
-    those beyond it, without a word in the log."""
-    limit = raise_file_limit()
-    if limit is not None and limit < connections + OWN_DESCRIPTORS:
-        log.warning(
-            "at most %d connections can be open at once, fewer than the %d requests of --max-running and "
-            "--max-waiting: the system allows %d open files (ulimit -Hn)",
-            max(0, limit - OWN_DESCRIPTORS),
-            connections,
-            limit,
-        )
 
 
 async def serve(settings: EngineSettings) -> None:
@@ -172,10 +156,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
     generation = Generation.from_path(settings.model) if settings.generation_config else Generation()
-    for line in unread_lines(settings.model, tokenizer, generation):
-        log.warning("%s", line)
-    if generation.defaults:
-        log.info("%s: %s, unless --no-generation-config is set", GENERATION_FILE, generation.defaults)
+    say_unread(settings.model, tokenizer, generation)
     backend: Backend
     stores: tuple[Store, ...] = ()
     if settings.device == "sim":

@@ -439,12 +439,10 @@ class Tiers:
                 self.stats.errors[link.tier] += 1
                 if end.direction is Direction.DEMOTE:
                     link.paused_until_s = self._clock() + PAUSE_S
-            if end.direction is Direction.PROMOTE:
-                self.stats.promoted[link.tier] += len(end.done)
-            else:
-                self.stats.demoted[link.tier] += len(end.done)
-                if link.spoilt:
-                    link.spoilt.difference_update(pair.target for pair in end.done)
+            moved = self.stats.promoted if end.direction is Direction.PROMOTE else self.stats.demoted
+            moved[link.tier] += len(end.done)
+            if end.direction is Direction.DEMOTE and link.spoilt:
+                link.spoilt.difference_update(pair.target for pair in end.done)
 
     def _go_down(self) -> None:
         """Begin copies of more blocks that go down, and release what has been copied."""
