@@ -29,6 +29,10 @@ CLIENT_GONE = 499
 """Status in metrics and logs of a request whose client left; it is never sent."""
 
 
+_HAS_RUN = (GoesOn, Done, Broken)
+_FAILED = (Retry, Broken)
+
+
 class Urgency(NamedTuple):
     """How soon a request is served, for requests that name an InferenceObjective or a fairness id."""
 
@@ -96,12 +100,12 @@ class Attempt:
     @property
     def has_run(self) -> bool:
         """Whether the pod began the work; if not, this attempt left nothing of the prompt in its cache."""
-        return isinstance(self.result, GoesOn | Done | Broken)
+        return isinstance(self.result, _HAS_RUN)
 
     @property
     def cause(self) -> Cause | None:
         """Why the attempt failed; None if it did not."""
-        return self.result.cause if isinstance(self.result, Retry | Broken) else None
+        return self.result.cause if isinstance(self.result, _FAILED) else None
 
     def __enter__(self) -> Attempt:
         """Count the attempt on its pod, here and at the other gateways."""
@@ -170,8 +174,7 @@ class Exchange:
     @property
     def spent(self) -> int:
         """Attempts so far, except at pods that only said that they are leaving: several in a row may do so."""
-        attempts = self.attempts
-        return sum([attempt.cause is not Cause.LEAVING for attempt in attempts]) if attempts else 0
+        return sum([attempt.cause is not Cause.LEAVING for attempt in self.attempts]) if self.attempts else 0
 
     @property
     def has_run(self) -> bool:

@@ -56,6 +56,7 @@ from router.forwarding.running import (
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
+_ENDED = (Over, Interrupted)
 WHOLE_ATTEMPT_SHARE = 0.5
 """Share of the remaining time that an attempt at a whole answer may take while another pod is left to try."""
 
@@ -249,7 +250,7 @@ class Sender:
             exchange.counted(usage)
             if running.inbound.prompts == 1:
                 attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
-            if not isinstance(running.state, Over | Interrupted):
+            if not isinstance(running.state, _ENDED):
                 running.cut()
         return result
 
