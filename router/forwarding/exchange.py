@@ -7,7 +7,7 @@ Only its methods change it, and those of `Attempt`, of which it has one for each
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from aiohttp import web
@@ -29,6 +29,8 @@ CLIENT_GONE = 499
 """Status in metrics and logs of a request whose client left; it is never sent."""
 
 
+DIGEST_BYTES = 4096
+"""Bytes at the end of a body that tell requests apart."""
 _HAS_RUN = (GoesOn, Done, Broken)
 _FAILED = (Retry, Broken)
 
@@ -70,6 +72,8 @@ class Arrival(NamedTuple):
 class Attempt:
     """One request at one pod: its load there, and its result. Times are seconds of the loop's clock."""
 
+    asked: Inbound
+    """What the pod is asked for: the request, or its rest if an earlier pod broke its stream."""
     choice: Choice
     lease: Lease
     sent_s: float
@@ -202,6 +206,13 @@ class Exchange:
         """Record what the request asks for."""
         self.inbound = inbound
         return inbound
+
+    def forget_body(self) -> None:
+        """Keep only the end of the body, which tells requests apart: it is sent, and not needed again."""
+        if self.inbound is not None:
+            self.inbound = replace(self.inbound, body=self.inbound.body[-DIGEST_BYTES:])
+            for attempt in self.attempts:
+                attempt.asked = self.inbound
 
     def waited(self, seconds: float) -> None:
         """Record a wait for an engine with room."""
