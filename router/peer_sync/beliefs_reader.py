@@ -238,7 +238,7 @@ class BeliefReader:
             self._refused += 1
             self._complain(
                 f"gateway {message.name} computes prefix keys every {message.stride} bytes, this one every "
-                f"{self._stride}: start both with the same --stride"
+                f"{self._stride}: both must be of one release"
             )
             return
         now_s = asyncio.get_running_loop().time()
@@ -320,7 +320,7 @@ class BeliefReader:
             self._refused += 1
             self._complain(
                 f"the beliefs about pod {pod} have prefix keys every {snapshot.stride} bytes, this gateway every "
-                f"{self._stride}: start all gateways with the same --stride"
+                f"{self._stride}: all gateways must be of one release"
             )
             return
         now_s = asyncio.get_running_loop().time()

@@ -284,7 +284,7 @@ class RegistryReader:
             self._complain(
                 pod,
                 f"pod {pod} computes prefix keys every {message.stride} bytes, this gateway every {self._stride}: "
-                "start both with the same --stride",
+                "both must be of one release",
             )
             return None
         return message

@@ -47,6 +47,7 @@ from router.startup.parts import (
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
+    CONSTANTS,
     DISCOVERY,
     DOOR,
     ENGINES,
@@ -91,11 +92,12 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
     registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()
-    options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
+    constants = app[CONSTANTS]
+    options = PolicyOptions()
     reader = Reader(
         fleet,
         estimates,
-        stride=settings.stride,
+        stride=constants.stride_bytes,
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
         isolation=app[ISOLATION],
@@ -104,8 +106,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         names=app[NAMES],
     )
 
-    shares = settings.redis_url is not None and settings.share_beliefs
-    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    notebook = (
+        new_notebook(f"{socket.gethostname()}:{settings.port}", constants.stride_bytes) if settings.redis_url else None
+    )
     app[TELLING] = telling = Telling(app[REGISTRY].reports, notebook, asyncio.get_running_loop().time)
     telling.listen(app[EVENTS].on_routed)
 
@@ -120,14 +123,20 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         metrics,
         clock=asyncio.get_running_loop().time,
-        stride=settings.stride,
-        speculation_ttl_s=settings.speculation_ttl_s,
-        foreign_ttl_s=settings.foreign_ttl_s,
+        stride=constants.stride_bytes,
+        speculation_ttl_s=constants.speculation_ttl_s,
+        foreign_ttl_s=constants.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         telling=telling,
     )
     app[SHARING] = make_sharing(
-        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+        settings.redis_url,
+        notebook,
+        fleet.pod,
+        chooser,
+        telling,
+        Learning(fleet, estimates, index),
+        constants.stride_bytes,
     )
     app[ROOM] = WaitingRoom(
         fleet,
@@ -136,18 +145,18 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         RoomLimits(
             settings.queue_timeout_s,
             settings.activation_timeout_s,
-            LineLimits(settings.queue_requests, settings.queue_mib * MIB, settings.max_pod_requests),
+            LineLimits(constants.queue_requests, constants.queue_mib * MIB, settings.max_pod_requests),
         ),
     )
     limits = Limits(
         first_byte_s=settings.first_byte_timeout_s,
         idle_s=settings.idle_timeout_s,
-        retries=settings.retries,
+        retries=constants.retries,
         tells_cache=settings.cache_headers,
         resumes=settings.resume_streams,
         hedge_after_s=settings.hedge_after_s,
     )
-    bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
+    bodies = BodyLimits(constants.body_timeout_s, constants.body_min_rate)
     clock = asyncio.get_running_loop().time
     reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
     attempts = Attempts(fleet, chooser, sessions)
@@ -161,7 +170,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         app[ADMISSION],
         bodies,
-        max_ttl_s=settings.named_cache_max_ttl_s,
+        max_ttl_s=constants.named_cache_max_ttl_s,
         max_body_bytes=settings.max_body_bytes,
         is_enabled=settings.named_caches > 0,
     )
@@ -179,7 +188,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     app[GENERATE] = Generate(
         admission=app[ADMISSION],
         reading=reading,
-        uploads=Uploads(reader, bodies, settings.max_body_bytes, settings.max_upload_mib * MIB),
+        uploads=Uploads(reader, bodies, settings.max_body_bytes, constants.max_upload_mib * MIB),
         proxy=proxy,
         metrics=metrics,
         bodies=bodies,
@@ -216,11 +225,11 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         on_refusal=counting_refusals(metrics),
         limits=PickerLimits(
             max_body_bytes=settings.max_body_bytes,
-            body_s=settings.body_timeout_s,
+            body_s=constants.body_timeout_s,
             total_s=settings.total_timeout_s,
             fallbacks=settings.ext_proc_fallbacks,
             tells_cache=settings.cache_headers,
-            takes_tests=settings.ext_proc_test_headers,
+            takes_tests=settings.allow_policy_header,
             has_tenants=settings.tenants_file is not None,
         ),
         objectives=app[OBJECTIVES],
