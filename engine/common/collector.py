@@ -15,7 +15,7 @@ short:
 
 Freezing helps with objects that exist at the start. Structures that grow later (an index of prefix keys, a cache of
 blocks) must consist of values that the collector does not track: numbers, bytes, tuples and dictionaries of these,
-columns instead of one object per row. `engine/contract/MEASURED.md` has figures.
+columns instead of one object per row. `engine/MEASURED.md` has figures.
 
 Python 3.11 collects when it allocates, 3.12 and 3.13 between two instructions; generations and rules are the same. The
 incremental collector planned for 3.13 was removed before its release. In a Python that has one, the third threshold is

@@ -22,7 +22,7 @@ class EngineSettings(Settings):
     """One engine: a model on a device behind an HTTP port.
 
     `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables turn on traces
-    (engine/common/otel/VARIABLES.md). Exit status: 0 after a clean stop, 1 if a step did not end, 2 if the engine
+    (engine/common/otel/README.md). Exit status: 0 after a clean stop, 1 if a step did not end, 2 if the engine
     cannot start.
     """
 

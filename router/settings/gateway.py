@@ -33,7 +33,7 @@ class GatewaySettings(
     """Routes OpenAI-compatible requests to engines by what their caches hold.
 
     Other commands: `warmroute-gateway keys make NAME` prints a new API key for a tenant, and `warmroute-gateway top`
-    shows a running gateway. The standard OTEL_* variables turn on traces (engine/common/otel/VARIABLES.md).
+    shows a running gateway. The standard OTEL_* variables turn on traces (engine/common/otel/README.md).
 
     Exit status: 0 after a clean stop, 1 if a port is not available or a background task has died, 2 for bad flags or
     key files.
