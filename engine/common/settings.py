@@ -165,8 +165,9 @@ class Settings(BaseSettings):
                 values[field] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
             elif any(field in other.model_fields for other in cls.beside):
                 continue
-            elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
+            elif field in cls.removed and not value.startswith("tcp://"):
                 cls._check_removed(field, f"environment variable {name}")
+            elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
                 known = {field.upper(): None for field in cls.model_fields}
                 raise ConfigError(
                     f"environment variable {name} is unknown{_did_you_mean(field.upper(), known, ENV_PREFIX)}"

@@ -36,7 +36,7 @@ LAST_GROUP = "More"
 def help_text(settings: type[Settings], prog: str, *, everything: bool) -> str:
     """Return the help: each group with its common settings in short, or with all of them in full.
 
-    In short, a description ends at its first semicolon.
+    In short, a description ends at its first semicolon, but for what the default means.
     """
     words = positional(settings)
     found = list(groups(settings))
@@ -107,7 +107,9 @@ def _entry(name: str, info: FieldInfo, is_word: bool, *, in_full: bool) -> tuple
         head = f"  --{flag} {_value(name, info.annotation)}"
     about = info.description or ""
     if not in_full:
-        return head, about.partition("; ")[0] + _default(info)
+        first, *more = about.split("; ")
+        meaning = [clause for clause in more if clause.startswith(f"{info.default}: ")]  # such as "0: no bound"
+        return head, "; ".join([first, *meaning]) + _default(info)
     return head, f"{about}{_choices(kind)}{_default(info)}"
 
 
@@ -135,7 +137,7 @@ def _value(name: str, annotation: Any) -> str:
         words = "|".join(map(str, get_args(kind)))
         return words if len(words) <= SHORT_CHOICES else "NAME"
     unit = next((unit for end, unit in UNITS.items() if f"_{name}".endswith(end)), None)
-    return unit or ("TEXT" if kind is str else "N" if kind in (int, float) else "VALUE")
+    return unit or ("TEXT" if kind is str else "N" if kind in (int, float) else "PATH")
 
 
 def _choices(kind: Any) -> str:
