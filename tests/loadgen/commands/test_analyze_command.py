@@ -85,7 +85,7 @@ def test_text_from_prompts_cannot_steer_the_terminal(tmp_path: Path, capsys: pyt
     ("flags", "complaint"),
     [
         ([], "FILE"),
-        (["x", "--block-tokens", "3", "--bytes-per-token", "3.5"], "--block-tokens 3 times --bytes-per-token 3.5"),
+        (["x", "--bytes-per-token", "3.5"], "--bytes-per-token was removed in 0.2.0"),
         (["x", "--pods", "0"], "--pods"),
         (["x", "--cache-tokens", "0"], "--cache-tokens"),
         (["x", "--cash-tokens", "5"], "did you mean '--cache-tokens'"),
