@@ -298,7 +298,7 @@ def key_file(tmp_path: Path) -> str:
 
 
 async def test_metrics_may_have_a_port_of_their_own() -> None:
-    engine, exporter = MeteredEngine(vllm_page([Load(1.0)])), MeteredEngine(vllm_page([Load(5.0)]))
+    engine, exporter = MeteredEngine(vllm_page([Load(1.0)])), MeteredEngine(vllm_page([Load()]))
     await exporter.start()
     try:
         port = int(exporter.url.rpartition(":")[2])

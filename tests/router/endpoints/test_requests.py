@@ -459,7 +459,7 @@ def test_the_policies_of_the_settings_are_the_policies_there_are() -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ([], "--engines is required"),
+        ([], "one of --engines, --dns-name, --kube-selector, --kube-targets, --inference-pool is required"),
         (["--engines", ""], "--engines"),
         (["--engines", "localhost:8000"], "'localhost:8000'"),
         (["--engines", "http://a:99999"], "http://a:99999"),

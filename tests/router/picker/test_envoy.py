@@ -283,15 +283,16 @@ async def test_health_tells_of_the_gateways_readiness() -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("name", ["tls", "ext_proc_tls"])
-async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("own", [False, True])
+async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, own: bool) -> None:
     """The picker's own certificate overrides that of the clients' port."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
-    settings: dict[str, Any] = {"ext_proc_port": 0, f"{name}_cert_file": str(cert), f"{name}_key_file": str(key)}
+    files = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+    settings: dict[str, Any] = {"ext_proc_port": 0, **({"ext_proc_cert_path": str(tmp_path)} if own else files)}
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(running(ScriptedEngine("a", WHOLE), **settings))
