@@ -38,17 +38,22 @@ from engine.loop.publish import Publisher
 from engine.loop.step_loop import EngineLoop
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
+from engine.model.generation import Generation
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.startup.constants import CONSTANTS, Constants
+from engine.startup.descriptors import want_descriptors
 from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
+from engine.startup.unread import say_unread
 from engine.text.chat import ChatTemplate
+from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
-from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.text.token_files import TokenizerError
+from engine.text.tokenizer import Tokenizer
 from engine.tiers.build import Store, TierError, close_stores
 from engine.tiers.exported import TierCollector
 
@@ -91,6 +96,7 @@ def run(settings: EngineSettings) -> int:
     configure_audit()
     for words in settings.without_effect():
         log.warning("%s", words)
+    want_descriptors((settings.max_running or CONSTANTS.most_running) + CONSTANTS.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -147,6 +153,8 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
+    generation = Generation.from_path(settings.model) if settings.generation_config else Generation()
+    say_unread(settings.model, tokenizer, generation)
     backend: Backend
     stores: tuple[Store, ...] = ()
     if settings.device == "sim":
@@ -163,10 +171,12 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
     text = ModelText(
         name=settings.model_name,
         tokenizer=tokenizer,
-        template=template,
+        template=None if template is None else ChatRenderer(template),
         vocab_size=config.vocab_size,
         max_model_len=settings.max_model_len or max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
+        sampling=generation.sampling,
+        max_new_tokens=generation.max_new_tokens,
         stride=constants.stride_bytes,
         token_cache=TokenCache(tokenizer, constants.token_cache_mib * 2**20),
         least_kept_tokens=constants.pin_min_tokens,
@@ -319,7 +329,7 @@ async def engine_tasks(
             settings.block_size,
             index=IndexKind(settings.prefix_cache),
             eviction=constants.eviction,
-            pinned_blocks=int(settings.pin_share * loaded.blocks),
+            pinned_blocks=int(constants.pin_share * loaded.blocks),
             learnt_blocks=int(settings.keep_share * loaded.blocks),
         )
         stores = loaded.stores or emulated_stores(settings, loaded.blocks)

@@ -19,6 +19,9 @@ class Constants:
     eviction: Eviction = Eviction.LFU
     """Which unused KV block goes first: that of the prefix shared by the fewest requests, so that prompts used once do
     not push out a shared prefix (engine/cache/README.md)."""
+    pin_share: float = 0.25
+    """Share of the KV pool for prompts that clients ask to keep (cache_control, prompt_cache_retention). Prompts beyond
+    it are served and not kept, so clients cannot take the pool from each other."""
     pin_min_tokens: int = 1024
     """Tokens of the shortest prefix of a prompt that is kept: as with Anthropic's cache_control."""
     max_waiting: int = 1024

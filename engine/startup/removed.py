@@ -13,6 +13,7 @@ REMOVED: Mapping[str, str] = {
     "lease_s": f"{_FIXED}: 10 s",
     "max_waiting": f"{_FIXED}: 1024; gateways let requests wait before they send them",
     "pin_min_tokens": f"{_FIXED}: 1024",
+    "pin_share": f"{_FIXED}: 0.25 of the KV pool",
     "seed": "leave it out. The answers of device sim depend on the seed of each request",
     "step_deadline_s": f"{_FIXED}: 300 s",
     "stride": "leave it out. Prefix keys have 256 bytes everywhere",

@@ -53,6 +53,11 @@ class ModelSettings(Settings):
         description="most tokens of prompt and answer together, for shorter limits than the model's; 0: as many as "
         "model and KV pool allow",
     )
+    generation_config: bool = Field(
+        True,
+        description="take sampling fields that a request does not give, and the longest answer, from the checkpoint's "
+        "generation_config.json, as vLLM does; off for clients that rely on the API's defaults",
+    )
     attention: Annotated[Literal["auto", "triton", "flashinfer", "flash_attn"], ON_CUDA] = Field(
         "triton",
         description="attention on cuda, if a library is faster on your card; auto: an installed one that fits",
@@ -144,13 +149,6 @@ class CacheSettings(Settings):
         "radix",
         description="how common prefixes are found; radix: to the token; hash: whole blocks; off, to measure without: "
         "no reuse",
-    )
-    pin_share: Annotated[float, REUSES] = Field(
-        0.25,
-        ge=0,
-        le=0.9,
-        description="share of the pool for prompts that clients ask to keep (cache_control, prompt_cache_retention); "
-        "beyond it they are served and not kept; 0, for clients whom you do not trust with it: none is kept",
     )
     keep_share: Annotated[float, REUSES] = Field(
         0.0,

@@ -53,7 +53,6 @@ def flags_without_effect(*argv: str) -> set[str]:
             "--device sim --host-cache-bytes 9 --disk-cache-bytes 9",
             "--device cpu --host-cache-bytes 9 --disk-cache-bytes 9",
         ),
-        ("--pin-share", "0.5", "--prefix-cache off", "--prefix-cache radix"),
         ("--keep-share", "0.5", "--prefix-cache off", "--prefix-cache radix"),
     ],
 )
