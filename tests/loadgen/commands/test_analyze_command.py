@@ -150,7 +150,7 @@ def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "cache sizes of a pod to simulate, tokens" in shown
-    assert "(default: [16, 32, 64])" in shown
+    assert "(default: 16,32,64)" in shown
 
 
 def test_settings_come_from_the_environment_too(
