@@ -257,12 +257,16 @@ class Chooser:
         if self._sent_reports is None:
             return None
         return self._sent_reports.of(
-            choice.pod.pod_id,
-            request_id,
-            inbound.keys,
-            prompt_tokens=inbound.prompt_tokens,
-            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-            output_tokens=inbound.output_tokens,
+            Routed(
+                0.0,
+                self._sent_reports.next_number(),
+                choice.pod.pod_id,
+                inbound.keys,
+                inbound.prompt_tokens,
+                max(0, inbound.prompt_tokens - choice.cached_tokens),
+                inbound.output_tokens,
+                request_id,
+            )
         )
 
     def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:

@@ -12,7 +12,6 @@ import redis
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisAway
 
-from engine.common.redis_client import connect
 from engine.common.redis_loop import Outage
 from engine.contract.events import Keys, Tier
 from engine.contract.load import LoadReport
@@ -247,7 +246,6 @@ async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: Re
         await gateway.wait_equal(engine)
         gateway.reader.set_pods({engine.pod: "another"})
         assert not gateway.held(engine.pod)
-        async with connect(redis_server.url) as client:  # like a load of the pod that began earlier
-            gateway.reader._tails[MODEL] = b"0-0"
-            await gateway.reader._load(client, MODEL, [engine.pod])
+        gateway.reader._tails[stream_key(MODEL)] = b"0-0"
+        await gateway.reader._load_pods(MODEL, [engine.pod])  # like a load of the pod that began earlier
         assert not gateway.held(engine.pod)
