@@ -13,6 +13,10 @@ from router.registry.speculation import Run
 from router.views.types import PodId
 
 
+LIVE_S = 1.0
+"""A request that went to a pod longer ago than this is one of the past: news takes some milliseconds."""
+
+
 class PeerReports:
     """A `PeerSink`. `pod_of` returns the pod of an id if it is in the fleet."""
 
@@ -42,7 +46,10 @@ class PeerReports:
                 "uncached_tokens": event.uncached_tokens,
                 "output_tokens": event.output_tokens,
             }
-            self._chooser.heard(found, request, at_s=at_s, **tokens)
+            # A load, and a list of requests in flight, bring requests of the past. They show neither how late news comes
+            # nor what the others send now.
+            if isinstance(event, Routed) and self._clock() - at_s <= LIVE_S:
+                self._chooser.heard(found, request, at_s=at_s, **tokens)
             found.state.sent_elsewhere(request, now_s=at_s, **tokens)
 
     def began(self, pod: PodId, request: str, at_s: float) -> None:

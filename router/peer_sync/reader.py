@@ -251,6 +251,7 @@ class PeerReader(StreamReader):
                 self._enter(written, asyncio.get_running_loop().time())
             elif pods[at] in self._pods:
                 self._unfound.add(pods[at])
+                self._asks.setdefault(ANY_LIFE, asyncio.get_running_loop().time() + ASK_S)
         now_s = asyncio.get_running_loop().time()
         stale, self._stale = self._stale, set()
         void_s = {pod: self._void(pod) for pod in stale}
@@ -260,8 +261,6 @@ class PeerReader(StreamReader):
                 self._take_entry(entry, now_s, fresh, void_s, is_past=True)
             await asyncio.sleep(0)
         self._fresh -= fresh
-        if self._unfound:
-            self._asks.setdefault(ANY_LIFE, asyncio.get_running_loop().time() + ASK_S)
         self._loaded.set()
 
     def _decoded(self, about: str, data: bytes) -> PeerMessage | Assumed | None:
