@@ -27,6 +27,7 @@ README_WORDS = 600
 TABLE_COLUMNS = 140
 TOPS = ("router", "engine", "loadgen", "tests", "charts", "manifests")
 FILE = re.compile(r"`([\w./-]+\.(?:py|sh|tpl|proto|jinja|css))`")
+PAGE = re.compile(r"(?<![\w./-])[\w./-]*\b[A-Z][A-Z_]+\.md\b")
 MODULE = re.compile(r"\bpython -m ([\w.]+\w)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
 ARGUMENT = re.compile(r"""add_argument\(\s*"(--[a-z0-9-]+)""")
@@ -173,6 +174,20 @@ def test_the_files_flags_and_modules_that_a_page_names_exist(page: Path) -> None
     assert not misnamed(text, page.parent, is_readme=page.name == "README.md")
     assert not set(FLAG.findall(text)) - flags()
     assert not [name for name in MODULE.findall(text) if not is_module(name) and name not in OTHERS_MODULES]
+
+
+@pytest.mark.parametrize("top", [top for top in TOPS if top != "tests"])
+def test_the_pages_that_code_and_help_texts_name_exist(top: str) -> None:
+    chart = ROOT / "charts" / "warmroute"
+    suffixes = (".py", ".yaml", ".tpl", ".txt", ".json")
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix in suffixes and ".md" in (text := path.read_text())
+        for name in PAGE.findall(text)
+        if not any((folder / name).exists() for folder in (*path.parents, chart))
+    ]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=titled)

@@ -12,7 +12,6 @@ from router.peer_sync.sent_reports import SentReports
 from router.registry.speculation import Run
 from router.views.types import PodId
 
-
 LIVE_S = 1.0
 """A request that went to a pod longer ago than this is one of the past: news takes some milliseconds."""
 
@@ -46,8 +45,8 @@ class PeerReports:
                 "uncached_tokens": event.uncached_tokens,
                 "output_tokens": event.output_tokens,
             }
-            # A load, and a list of requests in flight, bring requests of the past. They show neither how late news comes
-            # nor what the others send now.
+            # A load, and a list of requests in flight, bring requests of the past. They show neither how late news
+            # comes nor what the others send now.
             if isinstance(event, Routed) and self._clock() - at_s <= LIVE_S:
                 self._chooser.heard(found, request, at_s=at_s, **tokens)
             found.state.sent_elsewhere(request, now_s=at_s, **tokens)
