@@ -218,8 +218,9 @@ class RegistryReader(StreamReader):
     def _pass_over(self, pod: PodId, feed: PodFeed, error: UnknownVersion) -> None:
         """Skip a message of another version: the pod counts as one that publishes nothing. In a rollout, gateways of
         the engine's release follow that engine."""
-        self._refuse(f"pod {pod} counts as an engine that publishes nothing", error)
+        self._unknown += 1
         if not feed.is_unreadable:
+            log.warning("registry: pod %s: %s; it counts as an engine that publishes nothing", pod, error)
             self._index.drop(pod)
             feed.became_unreadable()
         feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s

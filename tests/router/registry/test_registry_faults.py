@@ -166,7 +166,8 @@ async def test_an_engine_whose_snapshot_is_refused_costs_no_replays(
     if is_absurd:
         engine.publisher._load = lambda: LoadReport(running=2**31)
     gateway = Gateway(redis_server)
-    monkeypatch.setattr(gateway.reader, "_lease_s", 60.0)
+    for name in ("_lease_s", "_silence_s"):
+        monkeypatch.setattr(gateway.reader, name, 60.0)
     replays = []
     recent = gateway.reader._recent
 
@@ -197,9 +198,9 @@ async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer) -> N
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as gateway:
             client.xadd(stream_key(MODEL), {"x": "y"}, id=ahead)
-            await wait_until(lambda: gateway.reader._tails.get(MODEL, b"") >= ahead)
+            await wait_until(lambda: gateway.reader._tails.get(stream_key(MODEL), b"") >= ahead)
             client.delete(stream_key(MODEL))
-            await wait_until(lambda: b"" < gateway.reader._tails.get(MODEL, b"") < ahead)
+            await wait_until(lambda: b"" < gateway.reader._tails.get(stream_key(MODEL), b"") < ahead)
             engine.change({1: Tier.GPU})
             await gateway.wait_equal(engine)
 
