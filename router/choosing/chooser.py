@@ -334,6 +334,10 @@ class Chooser:
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
 
+    def gateway_gone(self, gateway: str) -> None:
+        """Note that another gateway has stopped. `gateway`: its random number, as in `heard`."""
+        self._gateways.gone(gateway)
+
     def taken(self, pod: Pod, routed: Routed) -> Taken:
         """Return the cache room that another gateway's request takes on the pod, from what that gateway reports.
 

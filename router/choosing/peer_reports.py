@@ -61,6 +61,10 @@ class PeerReports:
         if (found := self._pod_of(pod)) is not None:
             found.state.finished_elsewhere(request, now_s=at_s)
 
+    def gone(self, gateway: str) -> None:
+        """See PeerSink."""
+        self._chooser.gateway_gone(gateway)
+
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """See PeerSink."""
         self._chooser.forget_unused(pod, keys, used_at_s)

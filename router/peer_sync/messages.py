@@ -158,6 +158,10 @@ class PeerSink(Protocol):
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         """Note that the request is not in flight any more."""
 
+    def gone(self, gateway: str) -> None:
+        """Note that a gateway has stopped, or is silent for long. `gateway`: what its requests begin with, up to the
+        dot."""
+
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """Stop assuming that the pod holds `keys`, unless a request later than `used_at_s` has used them."""
 

@@ -142,7 +142,7 @@ class Peers:
             self._take(peer, event, sent_at_s - event.age_s, heard, fresh)
         if message.is_last:
             self._finish(peer, list(peer.in_flight), now_s)
-            del self._peers[message.life]
+            self._remove(peer)
         return heard
 
     def replay(
@@ -180,7 +180,7 @@ class Peers:
             if now_s - peer.heard_at_s > LEASE_S and peer.in_flight:
                 self._finish(peer, list(peer.in_flight), now_s)
             if now_s - peer.heard_at_s > FORGET_S:
-                del self._peers[peer.life]
+                self._remove(peer)
 
     def drop(self, pods: Iterable[PodId]) -> None:
         """Note that these pods have gone or restarted: nothing is in flight there."""
@@ -242,7 +242,11 @@ class Peers:
         while len(self._peers) >= MAX_GATEWAYS:
             oldest = min(self._peers.values(), key=lambda peer: peer.heard_at_s)
             self._finish(oldest, list(oldest.in_flight), oldest.heard_at_s)
-            del self._peers[oldest.life]
+            self._remove(oldest)
+
+    def _remove(self, peer: Peer) -> None:
+        del self._peers[peer.life]
+        self._sink.gone(f"{peer.life:x}")
 
 
 def _request(life: Life, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,30 +18,29 @@ from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity, ServedModel
 from router.peer_sync.messages import Event, InFlight, Life, PeerMessage, Routed
 from router.peer_sync.outbox import Outbox
-from router.peer_sync.peers import Peers
+from router.peer_sync.peers import FORGET_S, Peers
 from router.peer_sync.sent_reports import SentReports
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.routing.policies import make_policy
 from router.telemetry.metrics import Metrics
-from router.views.pod_partition import Parting
-from router.views.types import Decision, PodId, PodView, RequestInfo
+from router.views.types import PodId, RequestInfo
 
 TOKENS = 1000
 
 
 class Watched:
-    """The policy `predicted_ttft`, and what each request was told of the other gateways."""
+    """The policy `predicted_ttft`, and what it is told of each request, the other gateways' part included."""
 
     name = "predicted_ttft"
 
     def __init__(self) -> None:
-        self._policy = make_policy(self.name)
-        self.partings: list[Parting | None] = []
+        self._policy: Any = make_policy(self.name)
+        self.requests: list[RequestInfo] = []
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
-        self.partings.append(request.parting)
+    def choose(self, request: RequestInfo, pods: Any, *, explain: bool = False) -> Any:
+        self.requests.append(request)
         return self._policy.choose(request, pods, explain=explain)
 
 
@@ -75,16 +75,17 @@ class Gateway:
     def pods(self, model: str) -> Sequence[Pod]:
         return self.fleet
 
-    def hears(self, *events: Event, sent_at_s: float, is_past: bool = False) -> None:
+    def hears(self, *events: Event, sent_at_s: float, is_past: bool = False, is_last: bool = False) -> None:
         self._seq += 1
-        self.peers.apply(PeerMessage(Life(2), "two", self._seq, 256, events), sent_at_s, self.now_s, is_past=is_past)
+        message = PeerMessage(Life(2), "two", self._seq, 256, events, is_last=is_last)
+        self.peers.apply(message, sent_at_s, self.now_s, is_past=is_past)
 
-    def asks(self, number: int) -> Parting | None:
-        """Send a request of this gateway, and return what the policy was told of the others."""
+    def asks(self, number: int) -> RequestInfo:
+        """Send a request of this gateway, and return what the policy was told."""
         keys = (PrefixKey(1000 + number),)
         shape = (Endpoint.COMPLETIONS, "m", True, "predicted_ttft", keys, 4 * TOKENS, TOKENS, 64.0, 10)
         self.chooser.choose(Inbound(*shape, teaches_tokens=False, body=b""))
-        return self.policy.partings[-1]
+        return self.policy.requests[-1]
 
 
 def routed(number: int) -> Routed:
@@ -105,19 +106,36 @@ def test_a_new_gateway_is_told_of_the_others_what_it_hears_of_them_from_then_on(
             gateway.now_s += 0.5
             gateway.hears(routed(number), sent_at_s=gateway.now_s - 0.005)
             gateway.asks(number)
-    assert loaded.policy.partings[-1] == unknowing.policy.partings[-1]
+    assert loaded.policy.requests[-1] == unknowing.policy.requests[-1]
+
+
+def served(number: int) -> tuple[Gateway, Gateway]:
+    """Return two gateways that have seen the same."""
+    gateways = Gateway(), Gateway()
+    for request in range(number):
+        for gateway in gateways:
+            gateway.now_s += 0.5
+            gateway.hears(routed(request), sent_at_s=gateway.now_s - 0.005)
+            gateway.asks(request)
+    return gateways
 
 
 def test_requests_that_are_listed_as_in_flight_are_no_late_news() -> None:
-    gateway = Gateway()
-    found = []
-    for number in range(20):
-        gateway.now_s += 0.5
-        gateway.hears(routed(number), sent_at_s=gateway.now_s - 0.005)
-        found.append(gateway.asks(number))
-    assert found[-1] is not None
+    one, other = served(20)
     listed = InFlight(8.0, 99, PodId("a"), TOKENS, TOKENS, 10, False)
-    gateway.hears(listed, sent_at_s=gateway.now_s)
-    after = gateway.asks(20)
-    assert after is not None
-    assert after.unseen_s == pytest.approx(found[-1].unseen_s, rel=0.1)
+    one.hears(listed, sent_at_s=one.now_s)
+    assert one.asks(20) == other.asks(20)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_gateway_that_has_gone_has_no_pods_of_its_own(is_silent: bool) -> None:
+    gateway, _ = served(20)
+    alone, _ = served(0)
+    alone.now_s = gateway.now_s
+    if is_silent:
+        gateway.now_s += FORGET_S + 1.0
+        alone.now_s = gateway.now_s
+        gateway.peers.expire(gateway.now_s)
+    else:
+        gateway.hears(sent_at_s=gateway.now_s, is_last=True)
+    assert gateway.asks(20) == alone.asks(20)

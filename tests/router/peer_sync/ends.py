@@ -157,6 +157,9 @@ class Assumptions:
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         assert self.in_flight.pop(request)[0] == pod
 
+    def gone(self, gateway: str) -> None:
+        assert not any(request.startswith(f"{gateway}.") for request in self.in_flight)
+
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         self.index.forget_unused(pod, keys, used_at_s)
 
