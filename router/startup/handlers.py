@@ -133,7 +133,6 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         chooser,
         sent_reports,
         LearntValues(fleet, estimates, index),
-        stride,
     )
     app[ROOM] = WaitingRoom(
         fleet,
