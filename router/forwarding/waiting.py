@@ -16,15 +16,12 @@ from router.fleet.pod import Pod
 from router.forwarding.exchange import Exchange
 from router.overload.flow import Waiting
 from router.overload.full import NO_PODS
-from router.overload.line import TICK_S, Line, LineLimits
+from router.overload.line import TICK_S, WAIT_MARGIN, Line, LineLimits
 from router.overload.saturation import ROOM_S
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
 
-WAIT_MARGIN = 1.1
-"""A predicted wait is multiplied by this before it is compared with a client's wanted time to the first token, because
-more requests that go first may still come."""
 LONGEST_RETRY_AFTER_S = 60.0
 
 
