@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.contract import headers
-from router.engines.error_events import has_error
+from router.engines.engine_errors import has_error
 
 TAIL_BYTES = 4096
 TAIL_CHUNKS = 8

@@ -1,10 +1,10 @@
-"""A stream whose beginning the client has: what is needed to get its rest from another pod."""
+"""A stream whose beginning the client has, and what is needed to get its rest from another pod once it breaks."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -12,27 +12,25 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from engine.contract.requests import Endpoint
-from router.continuing.continuations import Rewriter, Way
-from router.continuing.record import Record
+from router.continuing.continuations import Continuation, Rewriter
 from router.continuing.resume import (
     MAX_BODY_BYTES,
     ask,
+    continuation_of,
     ending,
     fields_of,
     is_complete,
     obstacle,
     path_of,
     rewriter_of,
-    way_of,
 )
-from router.continuing.transcript import Said
-from router.continuing.transcript_responses import ResponseSaid
+from router.continuing.transcript import ResponseTranscript, SentEvents, Transcript
 from router.edge.errors import BadGateway, DeadlineExceeded
+from router.engines.attempt_result import Failed, Failure
 from router.engines.engine_client import BrokeOff
-from router.engines.outcome import Outcome
 from router.engines.upstream import PodFailed
 from router.fleet.pod import Pod
-from router.forwarding.relay import Relay, Source, UpstreamBroke
+from router.forwarding.relay import Relay, Source, StreamBroke
 from router.reading.inbound import Inbound
 from router.views.types import PodId
 
@@ -44,100 +42,134 @@ class Passed(web.StreamResponse):
 
 
 @dataclass(slots=True)
-class Begun:
-    """One answer under way. `record` is None if no other pod may be asked for its rest."""
+class PartialStream:
+    """One answer under way. `sent` is None if no other pod may be asked for its rest."""
 
     response: web.StreamResponse
     writer: AbstractStreamWriter
     is_stream: bool
-    record: Record | None
-    relay: Relay | None = None
-    """The last relay that copied a part of the answer."""
-    broke: UpstreamBroke | None = None
-    """The error that ended that relay."""
-    defects: int = 0
-    """Attempts in a row that broke at the same place in the answer: the request may be the cause."""
-    prompt_tokens: int | None = None
-    """The request's prompt tokens, as an engine counted them."""
-    rewriter: Rewriter | None = None
-    """The rewriter of the attempt that now produces the rest."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """The request's fields, once its body had to be parsed again."""
-    said: Said | None = None
-    """All that the client had received at the last break."""
-    _made_then: int = -1
+    sent: SentEvents | None
 
-    def stopped(self, broke: UpstreamBroke, relay: Relay, inbound: Inbound, prompt_tokens: int | None) -> None:
-        """Record that a pod broke the stream or fell silent. `prompt_tokens`: as that pod counted, if it did."""
-        self.broke, self.relay = broke, relay
-        if self.prompt_tokens is None:
-            self.prompt_tokens = prompt_tokens
-        if self.record is None or not self.record.is_kept:
-            return
-        if not self.fields and len(inbound.body) <= MAX_BODY_BYTES:
-            self.fields = fields_of(inbound.body)
-        self.said = self.record.read()
-        if self.said.made > self._made_then:
-            self._made_then, self.defects = self.said.made, 0
-        self.defects += broke.outcome.is_risky
+
+@dataclass(slots=True)
+class Rest:
+    """What is asked of another pod: the request for the rest, and how its events become those of the first answer."""
+
+    inbound: Inbound
+    rewriter: Rewriter
+
+
+@dataclass(slots=True)
+class Interrupted:
+    """A stream that its pod broke or that fell silent."""
+
+    stream: PartialStream
+    broke: StreamBroke
+    relay: Relay
+    """The relay that copied the last part of the answer."""
+    transcript: Transcript | None
+    """All that the client has received; None if it is not kept."""
+    fields: dict[str, Any]
+    """The request's fields; empty if its body is too large to be parsed again."""
+    prompt_tokens: int | None
+    """The request's prompt tokens, as an engine counted them."""
+    made: int
+    """Tokens that the client has."""
+    defects: int
+    """Attempts in a row that broke at this place in the answer: the request may be the cause."""
 
     def obstacle(self, inbound: Inbound) -> str:
         """Return why no other pod can give the rest, as the label in the metrics; empty if one can."""
-        if self.record is None:
+        if self.stream.sent is None:
             return "off"
         if inbound.only is not None:
             return "request"  # no other pod has the conversation, even if no token was sent yet
-        if self.said is None or not self.record.is_kept or not self.fields:
+        if self.transcript is None or not self.fields:
             return "size"
-        if self.said.obstacle:
+        if self.transcript.obstacle:
             return "answer"
-        return "request" if self.said.finish or obstacle(Endpoint(inbound.endpoint), self.fields, self.said) else ""
+        is_obstacle = self.transcript.finish or obstacle(Endpoint(inbound.endpoint), self.fields, self.transcript)
+        return "request" if is_obstacle else ""
 
     @property
     def next_number(self) -> int:
         """The number of the next event if events are numbered and were read; else 0."""
-        return self.said.number + 1 if isinstance(self.said, ResponseSaid) else 0
+        return self.transcript.number + 1 if isinstance(self.transcript, ResponseTranscript) else 0
 
     def refused(self, answer: web.Response | None) -> None:
         """Note whether the engines refused to give the rest because the answer has all of its tokens.
 
         `answer`: the last error of the engines that were asked for the rest, if there is one.
         """
-        if self.said is not None and answer is not None and is_complete(answer.body):
-            self.said.is_full = True
+        if self.transcript is not None and answer is not None and is_complete(answer.body):
+            self.transcript.is_full = True
 
     def ending(self, inbound: Inbound) -> bytes | None:
         """Return the closing events if only these are missing; None if tokens are missing too."""
-        if self.said is None or not self.fields or self.said.obstacle:
+        if self.transcript is None or not self.fields or self.transcript.obstacle:
             return None
-        return ending(Endpoint(inbound.endpoint), self.fields, self.said, self.prompt_tokens)
+        return ending(Endpoint(inbound.endpoint), self.fields, self.transcript, self.prompt_tokens)
 
-    def ways(self, inbound: Inbound, pods: Sequence[Pod], avoided: Collection[PodId]) -> tuple[Way, set[PodId]] | None:
+    def continuation(
+        self, inbound: Inbound, pods: Sequence[Pod], avoided: Collection[PodId]
+    ) -> tuple[Continuation, set[PodId]] | None:
         """Return the best way to ask for the rest, and the pods that support it; None if there is no way."""
-        assert self.said is not None
-        found: dict[PodId, Way] = {}
+        assert self.transcript is not None
+        found: dict[PodId, Continuation] = {}
         for pod in pods:
             if pod.pod_id not in avoided:
                 card = next((model.card for model in pod.identity.models if model.name == inbound.model), b"{}")
-                way = way_of(orjson.loads(card), Endpoint(inbound.endpoint), self.fields, self.said)
-                if way is not None:
-                    found[pod.pod_id] = way
+                continuation = continuation_of(
+                    orjson.loads(card), Endpoint(inbound.endpoint), self.fields, self.transcript
+                )
+                if continuation is not None:
+                    found[pod.pod_id] = continuation
         if not found:
             return None
-        best = min(found.values(), key=lambda way: way.value)
-        return best, {pod for pod, way in found.items() if way is best}
+        best = min(found.values(), key=lambda continuation: continuation.value)
+        return best, {pod for pod, continuation in found.items() if continuation is best}
 
-    def rest(self, inbound: Inbound, way: Way) -> Inbound:
-        """Return the request for the rest. Its keys cover the prompt alone: no other request shares what follows."""
-        assert self.said is not None
-        self.rewriter = rewriter_of(Endpoint(inbound.endpoint), self.said, way, self.prompt_tokens)
-        return replace(
+    def rest(self, inbound: Inbound, continuation: Continuation) -> Rest:
+        """Return what is asked for the rest. Its keys cover the prompt alone: no other request shares what follows."""
+        assert self.transcript is not None
+        endpoint = Endpoint(inbound.endpoint)
+        asked = replace(
             inbound,
-            endpoint=path_of(Endpoint(inbound.endpoint), way),
-            body=ask(Endpoint(inbound.endpoint), self.fields, self.said, way),
-            prompt_tokens=inbound.prompt_tokens + self.said.made,
-            output_tokens=max(1, inbound.output_tokens - self.said.made),
+            endpoint=path_of(endpoint, continuation),
+            body=ask(endpoint, self.fields, self.transcript, continuation),
+            prompt_tokens=inbound.prompt_tokens + self.transcript.made,
+            output_tokens=max(1, inbound.output_tokens - self.transcript.made),
         )
+        return Rest(asked, rewriter_of(endpoint, self.transcript, continuation, self.prompt_tokens))
+
+
+def interrupted(
+    stream: PartialStream,
+    broke: StreamBroke,
+    relay: Relay,
+    inbound: Inbound,
+    prompt_tokens: int | None,
+    before: Interrupted | None,
+    *,
+    is_risky: bool,
+) -> Interrupted:
+    """Return the state of a stream that broke. `prompt_tokens`: as the last pod counted, if it did. `before`: how it
+    broke the time before. `is_risky`: the request may be the cause."""
+    fields: dict[str, Any] = {}
+    transcript, made, defects = None, -1, 0
+    if before is not None:
+        fields, made, defects = before.fields, before.made, before.defects
+        prompt_tokens = prompt_tokens if before.prompt_tokens is None else before.prompt_tokens
+    if stream.sent is not None and stream.sent.is_kept:
+        if not fields and len(inbound.body) <= MAX_BODY_BYTES:
+            fields = fields_of(inbound.body)
+        transcript = stream.sent.read()
+        if transcript.made > made:
+            made, defects = transcript.made, 0
+        defects += is_risky
+        if not stream.sent.is_kept:  # an event without an end
+            transcript = None
+    return Interrupted(stream, broke, relay, transcript, fields, prompt_tokens, made, defects)
 
 
 class RestBody:
@@ -171,15 +203,12 @@ class RestBody:
             async with asyncio.timeout_at(deadline_s):
                 chunk = await self.readany()
         except TimeoutError:
-            raise PodFailed("timeout", DeadlineExceeded("the engine did not answer in time")) from None
-        except OSError as error:
-            raise PodFailed("disconnect", BadGateway("the engine broke off its answer", str(error))) from None
+            error = DeadlineExceeded("the engine did not answer in time")
+            raise PodFailed(Failed(Failure.TIMEOUT), error) from None
+        except OSError as cause:
+            raise PodFailed(
+                Failed(Failure.DISCONNECT), BadGateway("the engine broke off its answer", str(cause))
+            ) from None
         if not chunk:
-            raise PodFailed("disconnect", BadGateway("the engine sent a stream without an event"))
+            raise PodFailed(Failed(Failure.DISCONNECT), BadGateway("the engine sent a stream without an event"))
         return chunk
-
-
-def no_stream() -> PodFailed:
-    """Return the error of an engine that was asked for the rest of a stream and sent no stream."""
-    error = BadGateway("the engine was asked for the rest of a stream and did not send a stream")
-    return PodFailed("error", error, Outcome.UNABLE)

@@ -16,7 +16,7 @@ from router.choosing.peer_setup import PeerSyncView
 from router.choosing.registry_view import RegistryView
 from router.edge.admission import Admission
 from router.edge.client_keys import tenant_of
-from router.edge.connection_limits import Door
+from router.edge.connection_limits import ClientConnections
 from router.events.follow import Streams
 from router.fleet.discovery import Discovery, DiscoveryStatus
 from router.fleet.fleet import Fleet
@@ -27,8 +27,7 @@ from router.fleet.scrape import Scraper
 from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
 from router.peer_sync.reader import PeerSyncStatus
-from router.reading.inbound import check_allowed, find_model
-from router.reading.names import Names
+from router.reading.names import Names, check_allowed, find_model
 from router.telemetry.inference import InferenceValues
 from router.telemetry.metrics import GaugeValues, Metrics
 from router.telemetry.peer_sync import PeerSyncValues
@@ -49,7 +48,7 @@ class Status:
         registry: RegistryView,
         has_registry: bool,
         admission: Admission,
-        door: Door,
+        connections: ClientConnections,
         lacks: Lacks,
         room: WaitingRoom,
         metrics: Metrics,
@@ -68,7 +67,7 @@ class Status:
         self._fleet = fleet
         self._registry = registry
         self._admission = admission
-        self._door = door
+        self._connections = connections
         self._lacks = lacks
         self._room = room
         self._metrics = metrics
@@ -155,8 +154,8 @@ class Status:
             in_flight=self._admission.in_flight,
             answer_bytes=self._admission.answer_bytes,
             body_bytes=self._admission.body_bytes,
-            connections=len(self._door.connections),
-            connections_refused=self._door.refused,
+            connections=len(self._connections.open),
+            connections_refused=self._connections.refused,
             lacks=self._lacks.counts,
             pods_known=len(members),
             pods_admitted=len(self._fleet.admitted()),

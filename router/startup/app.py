@@ -25,7 +25,13 @@ from router.choosing.registry_view import NoRegistry
 from router.edge.admission import MIB, Admission
 from router.edge.background import running_task
 from router.edge.client_keys import ClientKeys, counting_refusals, require_key
-from router.edge.connection_limits import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
+from router.edge.connection_limits import (
+    LEAST_DROPPED_BYTES,
+    ClientConnections,
+    ConnectionLimits,
+    most_connections,
+    refuse_extra,
+)
 from router.edge.errors import end_connection, end_unread, errors
 from router.edge.headers import UpstreamHeaders
 from router.edge.tls import Certificate, engine_context
@@ -39,7 +45,8 @@ from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
 from router.forwarding.tracing import SERVICE, run_tracer
-from router.peer_sync.share_sync import ShareSync
+from router.peer_sync.keyed_values import KeyedValues
+from router.peer_sync.shares import TrafficShareValues
 from router.reading.names import Names
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
@@ -51,9 +58,9 @@ from router.startup.parts import (
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
+    CONNECTIONS,
     DIED,
     DISCOVERY,
-    DOOR,
     ENGINES,
     EVENTS,
     FLEET,
@@ -111,8 +118,8 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[INDEX] = PrefixIndex()
     app[LACKS] = Lacks()
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    app[DOOR] = Door(
-        DoorLimits(
+    app[CONNECTIONS] = ClientConnections(
+        ConnectionLimits(
             max_connections=most_connections(settings.max_connections, descriptors),
             descriptors=descriptors,
             head_s=settings.head_timeout_s,
@@ -378,7 +385,10 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
-            shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
+            shares = KeyedValues(
+                app[SETTINGS].redis_url or "", TrafficShareValues(app[CHOOSER].name, app[CHOOSER].shares)
+            )
+            running.push_async_callback(shares.close)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(peer_sync, PeerSync):
             running.push_async_callback(peer_sync.close)
@@ -391,7 +401,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         if (scraper := app[SCRAPER]) is not None:
             await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
-        await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
+        await running.enter_async_context(kept(app, "the watch over connections", app[CONNECTIONS].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))
         yield
 
