@@ -9,7 +9,8 @@ request whose first token would come too late is refused, so that those that are
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 GOAL_S = 1.0
 OWN_TIMES = 4.0
@@ -36,6 +37,19 @@ class Goal:
 
 
 NO_GOAL = Goal(math.inf, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """The goals that are configured, in seconds from a request's arrival to its first token; 0: no goal."""
+
+    gateway_s: float | None = None
+    """For models without a goal of their own; None: by what each prompt takes (`goal_of`)."""
+    by_model_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, model: str, tenant_s: float | None) -> float | None:
+        """Return the goal of a tenant's requests for a model. `tenant_s`: the tenant's own, which goes first."""
+        return tenant_s if tenant_s is not None else self.by_model_s.get(model, self.gateway_s)
 
 
 def goal_of(own_s: float, wanted_s: float | None) -> Goal:
