@@ -6,6 +6,7 @@ vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -101,6 +102,12 @@ class EngineMetrics:
         self._responses = Counter(
             "warmroute_http_responses", "HTTP responses.", ("model_name", "path", "status"), registry=self.registry
         )
+        self._ignored = Counter(
+            "warmroute_ignored_fields",
+            "Fields of requests that were ignored because they cannot change the answer.",
+            ("model_name", "field"),
+            registry=self.registry,
+        )
         self._registry_gauges = {
             name: gauge(f"warmroute_registry_{name}", text)
             for name, text in (
@@ -138,6 +145,11 @@ class EngineMetrics:
         """Count a finished sequence, `elapsed_s` seconds after the request came in."""
         self.end_to_end.observe(elapsed_s)
         self._success.labels(self._model_name, reason).inc()
+
+    def observe_ignored(self, fields: Collection[str]) -> None:
+        """Count a request's ignored fields. They are names of the API, not ones that a client made up."""
+        for name in fields:
+            self._ignored.labels(self._model_name, name).inc()
 
     def observe_response(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a route, never a path that a client made up."""

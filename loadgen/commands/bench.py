@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.common.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.one_arm import OpenArm, Played, sessions_of, timed_by
+from loadgen.commands.one_arm import OpenArm, Played, fewer_than_asked, sessions_of, timed_by
 from loadgen.commands.server_settings import LISTS, OneArmSettings, words_of
 from loadgen.commands.single import one_result
 from loadgen.commands.vllm_file import Naming, write_bench_file
@@ -134,6 +134,7 @@ def run(argv: Sequence[str]) -> int:
     async def work(progress: Progress) -> tuple[Result, Played]:
         arm = settings.arm(settings.policy or settings.label or "server", settings.policy)
         async with OpenArm(arm, settings.target(arm), settings.load_spec(settings.seed), progress) as opened:
+            opened.notes += fewer_than_asked(planned, settings.num_prompts, "--num-prompts")
             result, played = await one_result(
                 "bench", opened, workload, spec, planned, settings.configuration(), settings.metric_percentiles,
                 flush=settings.flush_cache,

@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg
 from engine.common.settings import ConfigError, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.one_arm import OpenArm, timed_by
+from loadgen.commands.one_arm import OpenArm, fewer_than_asked, timed_by
 from loadgen.commands.server_settings import LISTS, OneArmSettings
 from loadgen.commands.single import one_result
 from loadgen.commands.trace_format import FORMATS, format_of, window
@@ -115,6 +115,7 @@ def run(argv: Sequence[str]) -> int:
         arm = settings.arm(settings.policy or "server", settings.policy)
         async with OpenArm(arm, settings.target(arm), settings.load_spec(settings.seed), progress) as opened:
             shown = settings.configuration()
+            opened.notes += fewer_than_asked(planned, settings.num_prompts or planned, "--num-prompts")
             result, _ = await one_result("replay", opened, workload, spec, planned, shown, flush=settings.flush_cache)
             return result
 

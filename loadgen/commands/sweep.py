@@ -19,6 +19,7 @@ from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.commands.sweep_result import sweep_result
 from loadgen.commands.sweep_run import Steps, Sweep, SweepPlan
 from loadgen.load.arrivals import ArrivalKind
+from loadgen.load.player import take_cancellation
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
@@ -153,7 +154,12 @@ def run(argv: Sequence[str]) -> int:
     async def work(progress: Progress) -> Result:
         sweep = Sweep(what, progress, asyncio.get_running_loop().time)
         async with AsyncExitStack() as stack:
-            await sweep.run(stack)
+            try:
+                await sweep.run(stack)
+            except asyncio.CancelledError:
+                if not sweep.has_points:
+                    raise
+                sweep.is_interrupted = take_cancellation()
         return sweep_result(sweep, settings.configuration())
 
     result, status = drive(work, PROG)

@@ -88,8 +88,8 @@ class ClientConnections:
     def admit(self, connection: Counted, descriptor: int) -> bool:
         """Count a new connection. Return False if there are too many and the caller must close it.
 
-        A new descriptor is the lowest free number, so a high number shows that all below it are taken. A shortage has to be
-        noticed early: at the last descriptor, the event loop would silently close new connections.
+        A new descriptor is the lowest free number, so a high number shows that all below it are taken. A shortage must
+        be noticed early: at the last descriptor, the event loop would silently close new connections.
         """
         if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
             self._lacks.note("EMFILE")

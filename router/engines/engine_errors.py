@@ -54,8 +54,8 @@ _WORDS = {
 
 def meaning(message: str) -> Cause | None:
     """Return what an engine's error message says about the engine; None if the text is not known."""
-    said = message.strip().lower()
-    return next((cause for words, cause in _WORDS.items() if said.startswith(words)), None)
+    lowered = message.strip().lower()
+    return next((cause for words, cause in _WORDS.items() if lowered.startswith(words)), None)
 
 
 def meaning_of_body(body: bytes) -> Cause | None:
@@ -80,13 +80,13 @@ def is_unknown_path(status: int, body: bytes) -> bool:
     if status != 404:
         return status == 405
     try:
-        said = orjson.loads(body)
+        fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         return True
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         return False
-    error = said.get("error")
-    words = said.get("detail", said.get("message")) if error is None else error
+    error = fields.get("error")
+    words = fields.get("detail", fields.get("message")) if error is None else error
     if isinstance(words, dict):
         words = words.get("message")
     return isinstance(words, str) and words.endswith("Not Found")
@@ -157,9 +157,9 @@ def engine_error(events: bytes) -> EngineError | None:
     return EngineError(_text(error.get("message") or kind or "an error"), code)
 
 
-def _text(said: object) -> str:
+def _text(value: object) -> str:
     try:
-        return str(said)[:MAX_MESSAGE_CHARS]
+        return str(value)[:MAX_MESSAGE_CHARS]
     except RecursionError:  # orjson reads deeper nesting than Python writes
         return "an error"
 

@@ -15,10 +15,9 @@ from router.forwarding.candidates import Candidates
 from router.forwarding.exchange import Attempt
 from router.forwarding.failure_accounting import FailureAccounting
 from router.forwarding.hedge import Hedges, Steps
-from router.forwarding.partial_stream import Interrupted
 from router.forwarding.relay import ClientStalled, send_whole
 from router.forwarding.resuming import MAX_DEFECTS, Resuming
-from router.forwarding.running import UNANSWERED, Over, Running, Streaming, Unanswered
+from router.forwarding.running import UNANSWERED, Interrupted, Over, Running, Streaming, Unanswered
 from router.forwarding.sender import Limits, Sender
 
 

@@ -13,9 +13,8 @@ from router.fleet.fleet import Fleet
 from router.forwarding.attempts import Attempts
 from router.forwarding.candidates import Candidates
 from router.forwarding.failure_accounting import FailureAccounting
-from router.forwarding.partial_stream import Interrupted
 from router.forwarding.relay import ClientStalled
-from router.forwarding.running import Over, Running
+from router.forwarding.running import Interrupted, Over, Running
 from router.forwarding.sender import Limits, Sender
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
