@@ -20,6 +20,9 @@ EASY_SHARE = 0.5
 """A request that waited less than this share of its goal shows that the queue does not stand."""
 INTERVALS = 2.0
 """A queue stands after this many goals without such a request. A shorter burst is served whole."""
+HOLDS_S = 10.0
+"""A queue counts as standing for this long after it last stood. What was refused makes waits short for a moment; with
+the next burst taken whole, the queue would swing between empty and too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +65,22 @@ def goal_of(own_s: float, wanted_s: float | None) -> Goal:
 class Standing:
     """Whether one queue stands. Every time is seconds of one monotonic clock, passed in."""
 
-    __slots__ = ("_since_s",)
+    __slots__ = ("_since_s", "_until_s")
 
     def __init__(self) -> None:
         self._since_s = math.inf
         """When the first of the requests left that all waited long; infinite: the last one did not."""
+        self._until_s = -math.inf
+        """The queue counts as standing until then, whatever follows."""
 
     def left(self, waited_s: float, goal: Goal, now_s: float) -> None:
         """Note that a request left the queue, for a pod or because its time was over."""
         if waited_s < EASY_SHARE * goal.longest_wait_s:
             self._since_s = math.inf
-        elif now_s < self._since_s:
-            self._since_s = now_s
+            return
+        self._since_s = min(self._since_s, now_s)
+        if now_s - self._since_s >= INTERVALS * goal.ttft_s:
+            self._until_s = now_s + HOLDS_S
 
     def emptied(self) -> None:
         """Note that nothing waits any more."""
@@ -81,4 +88,4 @@ class Standing:
 
     def lasts(self, goal: Goal, now_s: float) -> bool:
         """Return whether the queue stands, for a request with this goal."""
-        return now_s - self._since_s >= INTERVALS * goal.ttft_s
+        return goal.ttft_s < math.inf and (now_s < self._until_s or now_s - self._since_s >= INTERVALS * goal.ttft_s)
