@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
+import orjson
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.commands.one_arm import LoadSpec
 from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec
@@ -21,6 +23,7 @@ _SECRETS = ("api_key", "header")
 _COMPLETIONS = ("openai", "vllm")
 
 
+@group("Requests", common=("config", "model", "goodput", "max_concurrency", "workers"))
 class RequestSettings(Settings):
     """Mixin: what every request carries, how many processes send requests, when a run is cut off."""
 
@@ -28,6 +31,19 @@ class RequestSettings(Settings):
     model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
     api_key: str = Field("", description="sent as 'authorization: Bearer ...'; empty: OPENAI_API_KEY, else not sent")
     header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
+    ca_file: str = Field(
+        "",
+        description="PEM file of the authority that signed an https server's certificate; empty: the system's "
+        "authorities, which know no private one",
+    )
+    insecure: bool = Field(
+        False, description="do not verify an https server's certificate, as for a test server that signed its own"
+    )
+    extra_body: str = Field(
+        "",
+        description="JSON object of further body fields of each request, as in vLLM; they override this program's own, "
+        "such as temperature",
+    )
     ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
     request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
     tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
@@ -49,10 +65,24 @@ class RequestSettings(Settings):
             policy=arm.policy,
             api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
             headers=words_of(self.header, "--header"),
-            extra={"ignore_eos": True} if self.ignore_eos else {},
+            extra=({"ignore_eos": True} if self.ignore_eos else {}) | object_of(self.extra_body, "--extra-body"),
+            tls_ca_file=self.ca_file,
+            tls_verify=not self.insecure,
             admin_url=arm.admin_url,
             timeout_s=self.request_timeout_s,
         )
+
+    @model_validator(mode="after")
+    def _check_requests(self) -> Self:
+        object_of(self.extra_body, "--extra-body")
+        if self.ca_file and self.insecure:
+            raise ValueError("--ca-file and --insecure exclude each other: give one of them")
+        if self.ca_file:
+            try:
+                ssl.create_default_context(cafile=self.ca_file)
+            except OSError as error:
+                raise ValueError(f"--ca-file {self.ca_file} cannot be used: {error.strerror or error}") from None
+        return self
 
     def configuration(self) -> dict[str, Any]:
         """Return every setting that has a value, with secrets replaced."""
@@ -61,6 +91,7 @@ class RequestSettings(Settings):
         return {name: storable(value) for name, value in (given | hidden).items()}
 
 
+@group("Server", common=("base_url", "backend", "admin_url"))
 class ServerSettings(RequestSettings):
     """Mixin: the server and its preparation; names as in `vllm bench serve`."""
 
@@ -83,7 +114,6 @@ class ServerSettings(RequestSettings):
         "empty: the address of requests",
     )
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
-    settle_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds of rest between preparations and load")
 
     @field_validator("base_url", "admin_url")
     @classmethod
@@ -118,18 +148,19 @@ class ServerSettings(RequestSettings):
         is_chat = self.endpoint != "/v1/completions" if self.endpoint else self.backend not in _COMPLETIONS
         return self.target_of(arm, "chat" if is_chat else "completions")
 
-    def load_spec(self, seed: int) -> LoadSpec:
-        """Return how the load is made."""
+    def load_spec(self, seed: int, settle_s: float = 0.0) -> LoadSpec:
+        """Return how the load is made, after so many seconds of rest since the preparations."""
         return LoadSpec(
             seed=seed,
             workers=self.workers,
             warmups=self.num_warmups,
-            settle_s=self.settle_s,
+            settle_s=settle_s,
             tokens_per_word=self.tokens_per_word,
             objectives_ms=parse_objectives(self.goodput),
         )
 
 
+@group("Server", common=("policy",))
 class OneArmSettings(ServerSettings):
     """Mixin: the server of a command that sends one load to it, under one policy."""
 
@@ -140,6 +171,19 @@ class OneArmSettings(ServerSettings):
     def _check_policy(self) -> Self:
         self.target(self.arm(policy=self.policy))  # raises if no header can hold it
         return self
+
+
+def object_of(text: str, flag: str) -> dict[str, Any]:
+    """Return the JSON object in a flag's text, empty for an empty text. Raises ValueError, which names the flag."""
+    if not text:
+        return {}
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{flag} must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {text[:80]!r}")
+    return value
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from loadgen.commands.one_arm import OpenArm, Played
+from loadgen.commands.one_arm import OpenArm, Played, cut_short
 from loadgen.experiment.cautions import cautions
 from loadgen.experiment.contrasts import Contrasts
 from loadgen.load.player import RunSpec
@@ -51,7 +51,8 @@ async def one_result(
         facts={"arrivals": spec.arrivals.about(), "tokens per word": f"{opened.tokens_per_word:g}"},
         isolation=_EMPTIED if flush else _NOT_EMPTIED,
         arms=(arm,),
-        cautions=(*cautions([arm], Contrasts(()), arm.name, 1), *opened.notes),
+        partial=played.run.is_partial,
+        cautions=(*cut_short(played.run), *cautions([arm], Contrasts(()), arm.name, 1), *opened.notes),
         definitions=dict(DEFINITIONS),
     )
     return result, played

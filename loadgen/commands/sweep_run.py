@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from loadgen.commands.one_arm import LoadSpec, OpenArm, sessions_of_step
+from loadgen.commands.one_arm import LoadSpec, OpenArm, fewer_than_asked, sessions_of_step
 from loadgen.commands.saturation import reason
 from loadgen.commands.search import Search
 from loadgen.experiment.arms import ArmSpec
@@ -58,12 +58,11 @@ class SweepPlan:
     precision: float
     prompts: int
     point_s: float
-    ttft_growth: float
     max_time_s: float
     time_limit_s: float
     """Longest duration of one step."""
-    is_confirmed: bool = True
     """Whether a saturated step runs a second time and counts only if both runs saturate."""
+    is_confirmed: bool = True
     max_in_flight: int | None = None
 
 
@@ -88,6 +87,8 @@ class Sweep:
         self.isolation: Isolation | None = None
         self.is_cut_short = False
         """Whether --max-time ended the sweep."""
+        self.is_interrupted = False
+        """Whether the user ended the sweep early."""
         self.is_unconfirmed = False
         """Whether there was no time to repeat a saturated step."""
         self._progress = progress
@@ -115,6 +116,13 @@ class Sweep:
                     self._progress.note(f"{steps.words(step)} would end after --max-time {plan.max_time_s:g} s.")
                     return
                 await self._point(curve, step)
+                if self.is_interrupted:
+                    return
+
+    @property
+    def has_points(self) -> bool:
+        """Whether any step has been measured."""
+        return any(curve.points for curve in self.curves)
 
     def _fits(self, step: float) -> bool:
         return self._clock() + self._expected_s(step) <= self._end_s
@@ -133,11 +141,15 @@ class Sweep:
 
     async def _point(self, curve: Curve, step: float) -> None:
         played, why = await self._play(curve, step)
-        if why and self.plan.is_confirmed and not self._fits(step):
+        if self.is_interrupted and self.has_points:
+            return  # the steps before it are whole, and it is not
+        if self.is_interrupted:
+            why = ""
+        elif why and self.plan.is_confirmed and not self._fits(step):
             self.is_unconfirmed = True
         elif why and self.plan.is_confirmed:
             again, still = await self._play(curve, step)
-            if not still:
+            if not still and not self.is_interrupted:
                 played, why = again, ""
         if why:
             curve.reasons[step] = why
@@ -163,10 +175,14 @@ class Sweep:
             max_in_flight=plan.max_in_flight,
         )
         played = await arm.play(plan.workload, spec, planned, f"{arm.spec.name}, {plan.steps.words(step)}")
+        self.is_interrupted = played.run.is_partial
+        arm.notes += [
+            line for line in fewer_than_asked(planned, self._prompts(step), "a step") if line not in arm.notes
+        ]
         summary = arm.summary(played)
         lower = sorted((p for p in curve.points if step_of(p) < step), key=step_of)
         at_a_time = step if plan.steps.over_concurrency else 0.0
-        why = reason(summary, played.run.records, lower, at_a_time, plan.ttft_growth)
+        why = reason(summary, played.run.records, lower, at_a_time)
         if why:
             self._progress.note(
                 f"{arm.spec.name}: {plan.steps.words(step)} {'is' if step == 1 else 'are'} too much: {why}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadgen.experiment.contrasts import Contrasts
+from loadgen.experiment.contrasts import NOT_JUDGED, Contrasts
 from loadgen.measure.validity import in_words
 from loadgen.result.model import Arm, Contrast, Summary
 
@@ -22,11 +22,14 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
         return (*invalid, f"{baseline} ran alone: there is nothing to compare it with.")
     found = [c for arm in arms if (c := contrasts.of(arm.name)) is not None]
     lines = []
-    if best := contrasts.of(contrasts.best):
+    if found and all(c.judgement == NOT_JUDGED for c in found):
+        lines.append("Not judged: one round does not show how much two runs of one arm differ. Play more rounds.")
+    elif best := contrasts.of(contrasts.best):
         lines.append(_headline(best, contrasts.ties, by_name, base))
         found = [c for c in found if c is not best]
     else:
-        lines.append(f"No arm was distinguishably faster than {baseline}{_why_not(found, by_name, base)}")
+        why = "." if invalid else _why_not(found, by_name, base)  # figures of an invalid run explain nothing
+        lines.append(f"No arm was distinguishably faster than {baseline}{why}")
     lines += [_line(c, by_name[c.arm], base) for c in found]
     judged = {c.arm for c in contrasts.found if c.metric == "ttft_mean_ms"}
     lines += [
@@ -78,6 +81,8 @@ def _line(contrast: Contrast, arm: Summary, base: Summary) -> str:
             f"answers sooner than {contrast.baseline} but fails more"
             f" ({failed_share(arm):.1%} of its requests against {failed_share(base):.1%}), so it does not win"
         )
+    elif contrast.judgement == NOT_JUDGED:
+        judged = f"not judged against {contrast.baseline}"
     elif contrast.judgement == "not distinguishable":
         judged = f"not distinguishable from {contrast.baseline}"
     else:

@@ -29,7 +29,7 @@ from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
-from router.settings.gateway import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
+from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
 from router.views.reported import Counts
 from router.views.sent import Mark
@@ -38,7 +38,7 @@ from router.views.table import Policy
 from router.views.types import PodId
 
 MODEL = "simulated"
-MAX_ATTEMPTS = 1 + RETRIES
+MAX_ATTEMPTS = 1 + CONSTANTS.retries
 """Maximum number of pods that a request is tried on."""
 
 
@@ -119,13 +119,13 @@ class Gateway:
             Metrics(),
             clock=self._clock,
             stride=stride,
-            speculation_ttl_s=SPECULATION_TTL_S,
-            foreign_ttl_s=FOREIGN_TTL_S,
+            speculation_ttl_s=CONSTANTS.speculation_ttl_s,
+            foreign_ttl_s=CONSTANTS.foreign_ttl_s,
             sent_reports=self._sent_reports,
             name=f"{number:08}",
         )
         pod_of = self._serving.by_name.get
-        self._others = Peers(PeerReports(pod_of, self._chooser, self._sent_reports, clock=self._clock), Life(life))
+        self._peers = Peers(PeerReports(pod_of, self._chooser, self._sent_reports, clock=self._clock), Life(life))
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
@@ -134,7 +134,7 @@ class Gateway:
         for pod_id in gone:
             self._index.drop(pod_id)
             del serving.by_name[pod_id]
-        self._others.drop(gone)
+        self._peers.drop(gone)
         for name in pods:
             if PodId(name) not in serving.by_name:
                 pod = Pod(
@@ -162,14 +162,7 @@ class Gateway:
             clock=self._clock,
         )
         lease.__enter__()
-        told = self._sent_reports.of(
-            choice.pod.pod_id,
-            str(request.number),
-            inbound.keys,
-            prompt_tokens=inbound.prompt_tokens,
-            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-            output_tokens=inbound.output_tokens,
-        )
+        told = self._chooser.told(inbound, choice, str(request.number))
         if told is not None:
             told.sent()
         self._open[request.number] = _Open(inbound, choice, lease, told)
@@ -228,7 +221,7 @@ class Gateway:
 
     def heard(self, message: PeerMessage, sent_at_s: float) -> None:
         """Take another gateway's message about pods that publish nothing."""
-        self._others.apply(message, sent_at_s, self._clock())
+        self._peers.apply(message, sent_at_s, self._clock())
 
     def scrapes(self) -> None:
         """Note that the pods are scraped now."""

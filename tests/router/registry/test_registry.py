@@ -151,7 +151,7 @@ async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_
         engine.change({1: Tier.GPU})
         await gateway.wait_equal(engine)
         delta = encode(RegistryMessage(MessageKind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
-        gateway.reader._take((engine.pod.encode(), delta, b""))
+        gateway.reader._take_delta((engine.pod.encode(), delta, b""))
         assert not gateway.held(engine.pod)
 
 
@@ -237,7 +237,7 @@ async def test_another_stride_is_refused_and_named(redis_server: RedisServer) ->
     engine = FakeEngine(redis_server, "a", epoch=1, stride=128)
     async with engine.running(), Gateway(redis_server, stride=256).following(engine) as gateway:
         engine.change({1: Tier.GPU})
-        await wait_until(lambda: "--stride" in (gateway.reader.status().last_error or ""))
+        await wait_until(lambda: "must be of one release" in (gateway.reader.status().last_error or ""))
         assert not gateway.held(engine.pod)
 
 
