@@ -24,7 +24,6 @@ from prometheus_client import Metric
 from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
-from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.common.api_keys import parse_keys
@@ -34,7 +33,6 @@ from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
 from engine.common.settings import ConfigError
-from engine.common.without_effect import without_effect
 from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.publish import Publisher
 from engine.loop.step_loop import EngineLoop
@@ -46,8 +44,8 @@ from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import EngineService, ServerState, TextWorkers
+from engine.startup.constants import CONSTANTS, Constants
 from engine.startup.descriptors import want_descriptors
-from engine.startup.idle_settings import RULES
 from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
 from engine.startup.unread import say_unread
@@ -96,9 +94,9 @@ def run(settings: EngineSettings) -> int:
     """Serve until a signal. Return the program's exit status."""
     configure(settings.log_level, settings.log_format)
     configure_audit()
-    for words in without_effect(settings, RULES):
+    for words in settings.without_effect():
         log.warning("%s", words)
-    want_descriptors(settings.max_running + settings.max_waiting)
+    want_descriptors((settings.max_running or CONSTANTS.most_running) + CONSTANTS.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -150,7 +148,7 @@ async def serve(settings: EngineSettings) -> None:
             _leave(1)  # the interpreter would also wait for the step's thread
 
 
-def load(settings: EngineSettings) -> LoadedModel:
+def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedModel:
     """Read tokenizer, template and weights. Blocks. Raises ModelError, TokenizerError, StartError, TierError."""
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
@@ -179,9 +177,9 @@ def load(settings: EngineSettings) -> LoadedModel:
         eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
         sampling=generation.sampling,
         max_new_tokens=generation.max_new_tokens,
-        stride=settings.stride,
-        token_cache=TokenCache(tokenizer, settings.token_cache_mib * 2**20),
-        least_kept_tokens=settings.pin_min_tokens,
+        stride=constants.stride_bytes,
+        token_cache=TokenCache(tokenizer, constants.token_cache_mib * 2**20),
+        least_kept_tokens=constants.pin_min_tokens,
     )
     return LoadedModel(text, backend, blocks, stores)
 
@@ -192,12 +190,19 @@ def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, in
     except ValueError as error:
         raise StartError(f"--sim-profile: {error}") from None
     blocks = (settings.kv_pool_tokens or profile.kv_tokens) // settings.block_size
-    return SimBackend(profile, vocab_size, settings.seed), blocks
+    return SimBackend(profile, vocab_size), blocks
 
 
 def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend, int]:
     """Return the model on its device and the number of blocks in its pool. Blocks. Raises ModelError, StartError."""
     return _cuda_backend(settings) if settings.device_kind == "cuda" else _torch_backend(settings)
+
+
+def most_running(settings: EngineSettings, constants: Constants, pool_tokens: int) -> int:
+    """Return how many requests may run at once: as set, or by the size of the KV pool."""
+    if settings.max_running:
+        return settings.max_running
+    return constants.running(0 if settings.device_kind == "cuda" else pool_tokens, settings.max_step_tokens)
 
 
 def _cuda_backend(settings: EngineSettings) -> tuple[CudaBackend, int]:
@@ -207,7 +212,8 @@ def _cuda_backend(settings: EngineSettings) -> tuple[CudaBackend, int]:
     from engine.backend.cuda.start import start_cuda
 
     try:
-        return start_cuda(settings)
+        # Graphs and buffers are made for so many requests, before the size of the pool is known.
+        return start_cuda(settings.model_copy(update={"max_running": most_running(settings, CONSTANTS, 0)}))
     except CudaStartError as error:
         raise StartError(str(error)) from None
 
@@ -253,12 +259,12 @@ class Ports:
 
     def lines(self, settings: EngineSettings) -> list[str]:
         """Return the lines that the engine prints when it serves."""
-        host, admin_host = _in_url(settings.host), _in_url(settings.admin_host)
+        host = _in_url(settings.host)
         lines = [f"listening on http://{host}:{self.clients}"]
         if self.metrics is not None:
             lines.append(f"metrics on http://{host}:{self.metrics}/metrics")
-        if self.admin is not None:
-            lines.append(f"administration on http://{admin_host}:{self.admin}")
+        if self.admin is not None and settings.admin_address is not None:
+            lines.append(f"administration on http://{_in_url(settings.admin_address[0])}:{self.admin}")
         return lines
 
 
@@ -280,11 +286,9 @@ async def listening(settings: EngineSettings, state: ServerState, metrics: Engin
             ports = replace(
                 ports, metrics=await stack.enter_async_context(_open(app, settings.host, settings.metrics_port))
             )
-        if settings.admin_port is not None:
+        if settings.admin_address is not None:
             app = make_admin_app(state, metrics)
-            ports = replace(
-                ports, admin=await stack.enter_async_context(_open(app, settings.admin_host, settings.admin_port))
-            )
+            ports = replace(ports, admin=await stack.enter_async_context(_open(app, *settings.admin_address)))
         yield ports
 
 
@@ -311,6 +315,7 @@ async def engine_tasks(
     loaded: LoadedModel,
     port: int,
     force: asyncio.Event | None = None,
+    constants: Constants = CONSTANTS,
 ) -> AsyncIterator[Callable[[], object]]:
     """Run the step loop and the publisher, with the service open to requests. Yields a call that ends the publishing.
 
@@ -323,37 +328,42 @@ async def engine_tasks(
             loaded.blocks,
             settings.block_size,
             index=IndexKind(settings.prefix_cache),
-            eviction=Eviction(settings.eviction),
-            pinned_blocks=int(settings.pin_share * loaded.blocks),
+            eviction=constants.eviction,
+            pinned_blocks=int(constants.pin_share * loaded.blocks),
             learnt_blocks=int(settings.keep_share * loaded.blocks),
         )
         stores = loaded.stores or emulated_stores(settings, loaded.blocks)
-        tiers = tiers_over(settings, cache, stores, wake, plans_ahead=plans_ahead) if stores else None
+        tiers = (
+            tiers_over(settings, cache, stores, wake, eviction=constants.eviction, plans_ahead=plans_ahead)
+            if stores
+            else None
+        )
     except MemoryError:
         raise StartError(
             "the lists of KV blocks do not fit the memory: the KV pool or a tier below it is too large"
         ) from None
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
+    running = most_running(settings, constants, loaded.blocks * settings.block_size)
     scheduler = Scheduler(
         cache,
         SchedulerConfig(
             max_step_tokens=settings.max_step_tokens,
-            max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
-            least_kept_tokens=settings.pin_min_tokens,
+            max_running=running,
+            max_waiting=constants.max_waiting,
+            least_kept_tokens=constants.pin_min_tokens,
         ),
         tiers,
     )
     pod_id = settings.pod_id or f"{socket.gethostname()}:{port}"
     epoch = time.time_ns()
-    publisher = _publisher(settings, scheduler, pod_id, epoch)
+    publisher = _publisher(settings, constants, scheduler, pod_id, epoch)
     loop = EngineLoop(
         scheduler,
         loaded.backend,
         on_changes=publisher.offer if publisher else _ignore,
         metrics=metrics,
-        step_deadline_s=settings.step_deadline_s,
+        step_deadline_s=constants.step_deadline_s,
         check_in_s=tiers.check_in_s if tiers is not None else None,
     )
 
@@ -363,7 +373,7 @@ async def engine_tasks(
         loop.wake()
 
     wake.call = copied
-    workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
+    workers = TextWorkers(constants.text_threads, constants.max_waiting + running)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
         if tiers is not None:
@@ -418,7 +428,9 @@ async def _close(backend: Backend, loop: EngineLoop, force: asyncio.Event) -> No
     await closing
 
 
-def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoch: int) -> Publisher | None:
+def _publisher(
+    settings: EngineSettings, constants: Constants, scheduler: Scheduler, pod_id: str, epoch: int
+) -> Publisher | None:
     if not settings.redis_url:
         return None
     return Publisher(
@@ -426,8 +438,8 @@ def _publisher(settings: EngineSettings, scheduler: Scheduler, pod_id: str, epoc
         model=settings.model_name,
         pod_id=pod_id,
         epoch=epoch,
-        stride=settings.stride,
-        lease_s=settings.lease_s,
+        stride=constants.stride_bytes,
+        lease_s=constants.lease_s,
         load=scheduler.load,
         held=scheduler.held_keys,
     )

@@ -206,6 +206,9 @@ class Client(asyncio.Protocol):
             self.send()
 
 
+PATIENT = '{"probe_timeout_s": 30.0, "connect_timeout_s": 30.0}'
+
+
 def chat(text: str, kind: str) -> bytes:
     """Return a request for an answer of that kind."""
     messages = [{"role": "user", "content": f"{text} kind={kind}"}]
@@ -360,8 +363,8 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
                 *running.enter_context(
                     # A busy machine may stop everything for seconds, although the engines are well.
                     started(
-                        *(*python, "router", "--port", "0", "--engines", engines, "--policy", policy),
-                        *("--probe-timeout-s", "30", "--connect-timeout-s", "30"),
+                        *(*python, "tests.router.rig.gateway_program", PATIENT),
+                        *("--port", "0", "--engines", engines, "--policy", policy),
                     )
                 ),
             ),

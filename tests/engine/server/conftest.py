@@ -19,6 +19,7 @@ from engine.loop.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.server.service import EngineService, ServerState
 from engine.startup.app import LoadedModel, Ports, engine_tasks, listening, load
+from engine.startup.constants import Constants
 from engine.startup.settings import EngineSettings
 
 FAST = SimProfile("fast", w0_ms=0.2, a_ms=0, c1_ms=0, c2_ms=0, c3_ms=0, c4_ms=0, kv_tokens=16_384)
@@ -79,6 +80,7 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
     async def started(
         profile: SimProfile = FAST, backend: Backend | None = None, **fields: Any
     ) -> AsyncIterator[Engine]:
+        constants = Constants(**{name: fields.pop(name) for name in Constants.__dataclass_fields__ if name in fields})
         settings = EngineSettings(model=checkpoint, device="sim", port=0, pod_id="pod-1", **fields)
         vocab_size = loaded.text.tokenizer.vocab_size
         model = replace(loaded, backend=backend or SimBackend(profile, vocab_size), blocks=profile.kv_tokens // 16)
@@ -86,7 +88,7 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
             listening(settings, state, metrics) as ports,
-            engine_tasks(settings, state, metrics, model, ports.clients),
+            engine_tasks(settings, state, metrics, model, ports.clients, constants=constants),
         ):
             yield Engine(f"http://127.0.0.1:{ports.clients}", http, state, ports)
 
