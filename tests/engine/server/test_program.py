@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -249,3 +250,28 @@ async def test_a_second_signal_ends_it_though_a_step_never_does(hung_process: su
         hung_process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(hung_process.wait, 10) == 1
         await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("hard", "is_said"), [(512, True), (4096, False)])
+def test_the_soft_limit_of_open_files_is_raised(checkpoint: Path, hard: int, is_said: bool) -> None:
+    """At 128 open files, 186 of 300 streams were reset, and the log said nothing."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+
+    flags = ["--model", str(checkpoint), "--device", "sim", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "engine", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("listening on ")
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=30)
+    assert ("connections can be open at once" in errors) == is_said
