@@ -14,6 +14,7 @@ from router.settings.gateway import GatewaySettings
 from router.settings.removed import REMOVED
 
 MOST_SETTINGS = 60
+"""Besides `config`, which only says where settings are."""
 
 
 def load(*argv: str, **environ: str) -> GatewaySettings:
