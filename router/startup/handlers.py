@@ -142,6 +142,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
             settings.queue_timeout_s,
             settings.activation_timeout_s,
             LineLimits(constants.queue_requests, constants.queue_mib * MIB, settings.max_pod_requests),
+            settings.goals,
         ),
     )
     limits = Limits(
