@@ -80,7 +80,7 @@ from router.startup.parts import (
 )
 from router.stored.named_caches import NamedCacheLimits, NamedCaches
 from router.telemetry.log import RequestLog
-from router.views.types import Policy
+from router.views.table import Policy
 
 ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
 """Order of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it has
