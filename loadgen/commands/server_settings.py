@@ -9,11 +9,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.common.settings import Settings
-from loadgen.commands.one_arm import LoadSpec
 from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec
 from loadgen.load.target import Target
 from loadgen.measure.goodput import parse_objectives
+from loadgen.single.arm import LoadSpec
 
 LISTS = ("--goodput", "--metadata", "--header", "--metrics-urls", "--policies", "--rates", "--concurrencies")
 """Flags that take several words, as in vLLM."""

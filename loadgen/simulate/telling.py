@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from loadgen.simulate.gateway import Gateway
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.timeline import Timeline
 from router.peer_sync.beliefs import BeliefMessage
 from router.peer_sync.beliefs_pace import ReadPace
 

@@ -152,7 +152,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
     attempts = Attempts(fleet, chooser, sessions)
     proxy = Proxy(
-        *(app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts, reach, conversations)
+        app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts, reach, conversations
     )
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
@@ -244,7 +244,15 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         objectives=app[OBJECTIVES],
     )
     app[ADMIN] = Admin(
-        *(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reading, chooser, index, app[EVENTS], bodies),
+        app[SESSION],
+        app[UPSTREAM],
+        fleet,
+        app[ADMISSION],
+        reading,
+        chooser,
+        index,
+        app[EVENTS],
+        bodies,
         app[CLIENT_KEYS],
     )
     yield

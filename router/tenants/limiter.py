@@ -198,7 +198,8 @@ class Limiter:
             why = str(error) or type(error).__name__
             log.error(
                 "tenants' limits: the shared ledger cannot be used: %s; this gateway keeps 1/%d of each limit",
-                *(why, self._gateways),
+                why,
+                self._gateways,
             )
 
     async def close(self) -> None:

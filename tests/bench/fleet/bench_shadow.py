@@ -103,7 +103,9 @@ def play(case: Case, name: str, shadows: Sequence[str], seed: int) -> tuple[list
     knee, metrics = KNEES.get(case.knee_of, 1.0), Counted()
     acting = Acting(name, Shadows(shadows, make_policies, metrics))
     simulation = Simulation(
-        *(case.fleet(knee), case.workload(seed), case.arrivals(knee)),
+        case.fleet(knee),
+        case.workload(seed),
+        case.arrivals(knee),
         sessions=case.requests,
         seed=seed,
         on_record=records.append,

@@ -87,9 +87,14 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
         end = ends[number % gateways]
         now_s = clock()
         place = end.notebook.routed(
-            PODS[number % 64], f"{int(now_s * 1e9):032x}", chain,
-            now_s, prompt_tokens=1500, uncached_tokens=1000, output_tokens=128,
-        )  # fmt: skip
+            PODS[number % 64],
+            f"{int(now_s * 1e9):032x}",
+            chain,
+            now_s,
+            prompt_tokens=1500,
+            uncached_tokens=1000,
+            output_tokens=128,
+        )
         asyncio.get_running_loop().call_later(0.1, end.notebook.began, place, now_s + 0.1, None)
         asyncio.get_running_loop().call_later(0.3, end.notebook.ended, place, now_s + 0.3)
     cores = (time.process_time() - began_cpu_s) / (clock() - began_s) / gateways

@@ -108,9 +108,14 @@ async def play(count: int, rate: float) -> str:
         await asyncio.sleep(max(0.0, next_s - loop.time()))
         notebook = ends[number % count].notebook
         place = notebook.routed(
-            PODS[number % len(PODS)], "0" * 32, rng.choice(CHAINS), loop.time(),
-            prompt_tokens=1500, uncached_tokens=1000, output_tokens=128,
-        )  # fmt: skip
+            PODS[number % len(PODS)],
+            "0" * 32,
+            rng.choice(CHAINS),
+            loop.time(),
+            prompt_tokens=1500,
+            uncached_tokens=1000,
+            output_tokens=128,
+        )
         loop.call_later(0.02, notebook.began, place, loop.time() + 0.02, None)
         loop.call_later(0.1, notebook.ended, place, loop.time() + 0.1)
         number += 1

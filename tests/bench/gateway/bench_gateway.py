@@ -360,8 +360,13 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
                 *running.enter_context(
                     # A busy machine may stop everything for seconds, although the engines are well.
                     started(
-                        *(*python, "router", "--port", "0", "--engines", engines, "--policy", policy),
-                        *("--probe-timeout-s", "30", "--connect-timeout-s", "30"),
+                        *python,
+                        "router",
+                        "--port=0",
+                        f"--engines={engines}",
+                        f"--policy={policy}",
+                        "--probe-timeout-s=30",
+                        "--connect-timeout-s=30",
                     )
                 ),
             ),

@@ -124,8 +124,15 @@ def compare(repeats: int, count: int) -> None:
             variables = [f"{key}={value}" for key, value in asked.items()] if more else []
             arms[name] = running.enter_context(
                 started(
-                    *("env", *variables, sys.executable, "-m", "router", "--port", "0", "--engines", engines),
-                    *("--probe-timeout-s", "30", "--connect-timeout-s", "30"),
+                    "env",
+                    *variables,
+                    sys.executable,
+                    "-m",
+                    "router",
+                    "--port=0",
+                    f"--engines={engines}",
+                    "--probe-timeout-s=30",
+                    "--connect-timeout-s=30",
                 )
             )
             wait_ready(arms[name][0], PODS)

@@ -139,11 +139,17 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
         "Decode",
         ("batch", "context", "step ms", "tokens/s", "roofline ms", "share"),
         [
-            (f.batch, f"{f.context}{' *' if f.shared_blocks else ''}", _ms(f.step_s), f"{f.tokens_per_s:,.0f}",
-             _ms(f.roofline_s), f"{f.share:.0%}")
+            (
+                f.batch,
+                f"{f.context}{' *' if f.shared_blocks else ''}",
+                _ms(f.step_s),
+                f"{f.tokens_per_s:,.0f}",
+                _ms(f.roofline_s),
+                f"{f.share:.0%}",
+            )
             for f in results.decode
         ],
-    )  # fmt: skip
+    )
     if any(figure.shared_blocks for figure in results.decode):
         lines += [
             "",
@@ -153,32 +159,62 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
         "Prefill",
         ("tokens", "ms", "tokens/s", "TFLOP/s", "of matmul rate"),
         [
-            (f.tokens, _ms(f.elapsed_s), f"{f.tokens_per_s:,.0f}", f"{f.flops / f.elapsed_s / 1e12:.4g}",
-             f"{f.share:.0%}")
+            (
+                f.tokens,
+                _ms(f.elapsed_s),
+                f"{f.tokens_per_s:,.0f}",
+                f"{f.flops / f.elapsed_s / 1e12:.4g}",
+                f"{f.share:.0%}",
+            )
             for f in results.prefill
         ],
-    )  # fmt: skip
+    )
     if (w := results.warm) is not None:
         cells = (w.prompt_tokens, w.cached_tokens, _ms(w.warm_s), _ms(w.cold_s))
         lines += _section("Time to first token", ("prompt", "cached", "warm ms", "cold ms"), [cells])
     if (p := results.promotion) is not None:
         header = ("tokens", "MB", "ms", "link ms", "ratio", "ms beside decode", "decode step ms", "step beside ms")
-        row = (p.tokens, f"{p.bytes / 1e6:.1f}", _ms(p.elapsed_s), _ms(p.link_s), f"{p.ratio:.2f}",
-               _ms(p.beside_decode_s), _ms(p.decode_step_s), _ms(p.decode_step_beside_s))  # fmt: skip
+        row = (
+            p.tokens,
+            f"{p.bytes / 1e6:.1f}",
+            _ms(p.elapsed_s),
+            _ms(p.link_s),
+            f"{p.ratio:.2f}",
+            _ms(p.beside_decode_s),
+            _ms(p.decode_step_s),
+            _ms(p.decode_step_beside_s),
+        )
         lines += _section("Promotion from the host tier", header, [row])
     lines += _section(
         "Against transformers' continuous batching",
-        ("workload", "requests", "input", "output", "ours tok/s", "theirs tok/s", "ratio", "equal answers",
-         "equal tokens", "widest gap"),
+        (
+            "workload",
+            "requests",
+            "input",
+            "output",
+            "ours tok/s",
+            "theirs tok/s",
+            "ratio",
+            "equal answers",
+            "equal tokens",
+            "widest gap",
+        ),
         [
-            (f"{c.workload} ({c.theirs_attention})", c.requests, c.input_tokens, c.output_tokens,
-             f"{c.ours_tokens_per_s:,.0f}", f"{'< ' * bool(c.theirs_unanswered)}{c.theirs_tokens_per_s:,.0f}",
-             f"{'> ' * bool(c.theirs_unanswered)}{c.ratio:.2f}",
-             f"{c.agreement.equal}/{c.agreement.requests}", f"{c.agreement.equal_tokens}/{c.agreement.tokens}",
-             f"{c.agreement.widest_gap:.3f}")
+            (
+                f"{c.workload} ({c.theirs_attention})",
+                c.requests,
+                c.input_tokens,
+                c.output_tokens,
+                f"{c.ours_tokens_per_s:,.0f}",
+                f"{'< ' * bool(c.theirs_unanswered)}{c.theirs_tokens_per_s:,.0f}",
+                f"{'> ' * bool(c.theirs_unanswered)}{c.ratio:.2f}",
+                f"{c.agreement.equal}/{c.agreement.requests}",
+                f"{c.agreement.equal_tokens}/{c.agreement.tokens}",
+                f"{c.agreement.widest_gap:.3f}",
+            )
             for c in results.comparisons
         ],
-    )  # fmt: skip
+    )
     for profile in results.profiles:
         lines += _profile(profile)
     lines += ["", "## Bounds", "", *(f"* {check}" for check in checks(results, sizes))]

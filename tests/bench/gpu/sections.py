@@ -169,9 +169,14 @@ class Bench:
         sizes, vocab = self._sizes, self._model.config.vocab_size
         like = sharegpt_like(sizes.requests, vocab, 1, scale=sizes.length_scale, longest=sizes.longest)
         shared = shared_prefix(
-            sizes.requests, vocab, 2, groups=sizes.groups, prefix_tokens=sizes.prefix_tokens,
-            scale=sizes.length_scale, longest=sizes.longest,
-        )  # fmt: skip
+            sizes.requests,
+            vocab,
+            2,
+            groups=sizes.groups,
+            prefix_tokens=sizes.prefix_tokens,
+            scale=sizes.length_scale,
+            longest=sizes.longest,
+        )
         return [like, shared]
 
     async def _compare(self, served: list[ServedWorkload]) -> None:

@@ -255,8 +255,14 @@ def result(command: str = "compare", **changes: object) -> Result:
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "seed": 7,
         "configuration": {
-            "url": "http://gateway.example:8080", "workload": "shared_prefix", "session_rate": 2.5, "burstiness": 1.0,
-            "policies": list(ARMS), "max_time_s": None, "ignore_eos": True, "api_key": "(set)",
+            "url": "http://gateway.example:8080",
+            "workload": "shared_prefix",
+            "session_rate": 2.5,
+            "burstiness": 1.0,
+            "policies": list(ARMS),
+            "max_time_s": None,
+            "ignore_eos": True,
+            "api_key": "(set)",
         },
         "workload": {"name": "shared system prompt", "tenants": "8", "prompt": "about 2,000 tokens, 64 out"},
         "facts": {"machine": "16 cores", "servers": "4 pods"},
@@ -265,7 +271,7 @@ def result(command: str = "compare", **changes: object) -> Result:
             "ttft": "time to first token: from the intended send time to the first chunk of a token",
             "jain_index": "(sum x)^2 / (n sum x^2) over the pods' mean requests in flight",
         },
-    }  # fmt: skip
+    }
     return Result.model_validate(fields | changes)
 
 
@@ -325,11 +331,14 @@ def with_failures() -> Result:
         arm("late", 0.9, 0.4, lag_ms=120.0),
     )
     return result(
-        "compare", baseline="round_robin",
+        "compare",
+        baseline="round_robin",
         order=("round_robin", "cache_aware", "late", "late", "cache_aware", "round_robin"),
-        arms=arms, contrasts=contrasts(arms, intervals=False), verdict=("No arm can be judged.",),
+        arms=arms,
+        contrasts=contrasts(arms, intervals=False),
+        verdict=("No arm can be judged.",),
         cautions=("cache_aware failed 37 of 400 requests.", "late: the load generator was late."),
-    )  # fmt: skip
+    )
 
 
 def nothing_completed() -> Result:

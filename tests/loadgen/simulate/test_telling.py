@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from loadgen.simulate import telling
 from loadgen.simulate.gateway import Gateway
-from loadgen.simulate.routing import Scrape
+from loadgen.simulate.pods.routing import Scrape
+from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.telling import BeliefStream
-from loadgen.simulate.timeline import Timeline
 from router.peer_sync.beliefs import BeliefMessage, Life
 from router.peer_sync.beliefs_pace import Pace, ReadPace
 

@@ -52,18 +52,13 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 async def _gateway(engine_port: int, *flags: str) -> AsyncIterator[tuple[int, int, int]]:
     """Yield the gateway's process id, its port, and the port of its metrics."""
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "router",
-            "--port",
-            "0",
-            "--metrics-port",
-            "0",
-            "--engines",
-            f"http://127.0.0.1:{engine_port}",
-            *flags,
-        ),
+        sys.executable,
+        "-m",
+        "router",
+        "--port=0",
+        "--metrics-port=0",
+        f"--engines=http://127.0.0.1:{engine_port}",
+        *flags,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

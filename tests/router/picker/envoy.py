@@ -154,8 +154,13 @@ async def envoy(folder: Path, settings: Mapping[str, Any], *, log: str = "warnin
     config_file.write_bytes(orjson.dumps(settings))
     with (folder / "log").open("wb") as said:
         process = await asyncio.create_subprocess_exec(
-            *(str(program), "-c", str(config_file), "--concurrency", "1", "--disable-hot-restart", "-l", log),
-            *("--admin-address-path", str(admin_file), "--drain-time-s", "0"),
+            str(program),
+            "-c",
+            str(config_file),
+            "--concurrency=1",
+            f"--disable-hot-restart=--log-path={log}",
+            f"--admin-address-path={admin_file}",
+            "--drain-time-s=0",
             stdout=said,
             stderr=said,
             env={**os.environ, "HOME": str(folder)},

@@ -182,8 +182,15 @@ PROXIES: dict[str, dict[str, Any]] = {"closed": {}, "open": {"mode": "BUFFERED",
 async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run the program as a separate process, which picks at `port`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--port", "0", "--ext-proc-port", str(port)),
-        *("--engines", ",".join(pod.url for pod in pods), "--probe-interval-s", "0.1", "--drain-timeout-s", "1"),
+        sys.executable,
+        "-m",
+        "router",
+        "--port=0",
+        f"--ext-proc-port={port}",
+        "--engines",
+        ",".join(pod.url for pod in pods),
+        "--probe-interval-s=0.1",
+        "--drain-timeout-s=1",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )

@@ -67,23 +67,26 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("user", {"user": 1}, "user"),
     ("metadata", {"metadata": "x"}, "metadata"),
     ("unknown", {"temprature": 1}, "temprature"),
-    *((name, {name: value}, name) for name, value in {
-        "best_of": 2,
-        "suffix": "end",
-        "response_format": {"type": "json_object"},
-        "audio": {},
-        "functions": [TOOL],
-        "function_call": {"name": "find"},
-        "modalities": ["audio"],
-        "prediction": {},
-        "reasoning_effort": "high",
-        "service_tier": "flex",
-        "store": True,
-        "verbosity": "low",
-        "web_search_options": {},
-        "guided_json": {},
-    }.items()),
-]  # fmt: skip
+    *(
+        (name, {name: value}, name)
+        for name, value in {
+            "best_of": 2,
+            "suffix": "end",
+            "response_format": {"type": "json_object"},
+            "audio": {},
+            "functions": [TOOL],
+            "function_call": {"name": "find"},
+            "modalities": ["audio"],
+            "prediction": {},
+            "reasoning_effort": "high",
+            "service_tier": "flex",
+            "store": True,
+            "verbosity": "low",
+            "web_search_options": {},
+            "guided_json": {},
+        }.items()
+    ),
+]
 ONLY_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": None}, "messages"),
     ("empty messages", {"messages": []}, "messages"),

@@ -12,7 +12,7 @@ from engine.tiers.build import Store, emulated_store, make_tiers
 from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
 from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
-from loadgen.simulate.timeline import Action, Timeline
+from loadgen.simulate.pods.timeline import Action, Timeline
 
 LOOKUP_S = 0.001
 """Delay until it is known how much of a prompt a shared folder holds."""
