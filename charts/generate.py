@@ -9,34 +9,29 @@ from charts.schema import build_schema
 from charts.values_doc import CHART, Value, read_values
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 
-TABLE = ("| value | default | |", "|---|---|---|")
-HEAD = CHART.parent / "README.head.md"
+README = CHART / "README.md"
 GENERATED = "<!-- generated -->"
 END_OF_GENERATED = "<!-- end of generated -->"
 """The text between these marks is generated, so `tests/test_pages.py` bounds neither its words nor its columns."""
 
 
 def readme(values: Iterable[Value]) -> str:
-    """Return README.md: the text of README.head.md, then a table of values for each top-level key."""
-    lines = [HEAD.read_text(encoding="utf-8").rstrip(), "", "## Values", "", GENERATED, "", *TABLE]
+    """Return README.md: its text as it is, then a list of values for each top-level key."""
+    written = README.read_text(encoding="utf-8").partition(GENERATED)[0]
+    lines = [written.rstrip(), "", GENERATED, ""]
     for value in values:
         name = ".".join(value.path)
         if len(value.path) == 1 and value.is_section:
-            lines += ["", f"### {name}", "", value.about or "For all of the chart.", "", *TABLE]
+            lines += ["", f"### {name}", "", value.about or "For all of the chart.", ""]
         elif value.is_section:
-            lines += [f"| **{name}** | | {_cell(value.about)} |"] if value.about else []
+            lines += [f"* **{name}**: {value.about}"] if value.about else []
         else:
-            lines.append(f"| `{name}` | {_code(value.default)} | {_cell(value.about)} |")
+            lines.append(f"* `{name}`{_default(value.default)}: {value.about}")
     return "\n".join([*lines, "", END_OF_GENERATED]) + "\n"
 
 
-def _code(default: object) -> str:
-    text = json.dumps(default)
-    return "" if default is None else f"`{_cell(text)}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _default(default: object) -> str:
+    return "" if default is None else f" (`{json.dumps(default)}`)"
 
 
 def schema() -> str:

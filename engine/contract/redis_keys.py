@@ -38,11 +38,11 @@ def place_key(name: str) -> str:
     return f"warmroute:{{{name}}}:place"
 
 
-BELIEFS_STREAM = "warmroute:{gateways}:beliefs"
+PEER_STREAM = "warmroute:{gateways}:beliefs"
 """Redis Stream of gateways' messages to each other about pods that publish nothing: entries {d: encoded message}."""
 
 
-def belief_key(pod_id: str) -> str:
+def assumed_key(pod_id: str) -> str:
     """String with the gateways' beliefs about a pod that publishes nothing."""
     return f"warmroute:{{gateways}}:belief:{pod_id}"
 

@@ -16,7 +16,7 @@ from loadgen.measure.pods import without_password
 Paths = Mapping[str, str]
 PATHS: Paths = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 CONNECT = "connect"
-"""The failure of a request that got no connection (FAILURES.md)."""
+"""The failure of a request that got no connection (README.md)."""
 
 
 class ServerUnusable(Exception):

@@ -15,13 +15,13 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
+from loadgen.simulate.peer_stream import PeerStream
 from loadgen.simulate.pods.digests import SharedDigests
 from loadgen.simulate.pods.pod import PodSpec, Report, SimPod
 from loadgen.simulate.pods.routing import HELD, Offered, Router, Scrape
 from loadgen.simulate.pods.tiers import VirtualTimers
 from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
-from loadgen.simulate.telling import BeliefStream
 from loadgen.workloads.base import Session, Workload
 
 SHARES_EVERY_S = 1.0
@@ -149,7 +149,7 @@ class Simulation:
             self.timeline.at(fault.at_s, partial(self._fault, fault))
         if len(routers) > 1:
             gateways = self._gateways()
-            self._beliefs = BeliefStream(self.timeline, gateways, seed=self._seed, scale=self.spec.share_delay)
+            self._beliefs = PeerStream(self.timeline, gateways, seed=self._seed, scale=self.spec.share_delay)
             for gateway in gateways:
                 gateway.tell_with(partial(self._tell_soon, gateway))
         if len(self._gateways()) > 1:
@@ -410,7 +410,7 @@ class Simulation:
         return [router for router in self._routers if isinstance(router, Gateway)]
 
     def _tell_soon(self, by: Gateway) -> None:
-        """Simulate what `router.peer_sync.beliefs_publisher` does through Redis."""
+        """Simulate what `router.peer_sync.sender` does through Redis."""
         due_s = by.told_at_s(len(self._gateways()))
         if due_s <= self.timeline.now_s:
             self._tell(by)

@@ -13,18 +13,18 @@ from loadgen.simulate.pods.pod import Report
 from loadgen.simulate.pods.routing import Offered, Scrape
 from loadgen.simulate.pods.timeline import Timeline
 from router.choosing.chooser import Choice, Chooser
-from router.choosing.peer_reports import Hearsay
+from router.choosing.peer_reports import PeerReports
 from router.choosing.pod_tables import WIDE_FROM
 from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
 from router.fleet.probe import PodIdentity, ServedModel
 from router.fleet.scrape_pace import PERIOD_S
-from router.peer_sync.beliefs import BeliefMessage, Life
-from router.peer_sync.beliefs_others import Others
-from router.peer_sync.beliefs_own import Notebook
-from router.peer_sync.beliefs_pace import Pace
-from router.peer_sync.sent_reports import Telling, Told
+from router.peer_sync.messages import Life, PeerMessage
+from router.peer_sync.outbox import Outbox
+from router.peer_sync.pace import Pace
+from router.peer_sync.peers import Peers
+from router.peer_sync.sent_reports import SentReport, SentReports
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
@@ -48,7 +48,7 @@ class _Open:
     inbound: Inbound
     choice: Choice
     lease: Lease
-    told: Told | None
+    told: SentReport | None
     cached_tokens: int | None = None
 
 
@@ -99,7 +99,7 @@ class Gateway:
         self.scrape_s = 0.0 if publishes else PERIOD_S
         self._marks: dict[PodId, Mark] = {}
         """State at the last scrape of the pods' metrics."""
-        self._notebook = Notebook(Life(life), f"gateway-{life}", stride) if life else None
+        self._outbox = Outbox(Life(life), f"gateway-{life}", stride) if life else None
         self._pace = Pace()
         self._clock = timeline.clock
         self._capacity = capacity
@@ -110,7 +110,7 @@ class Gateway:
         self._estimates = Estimates()
         self._open: dict[int, _Open] = {}
         self._policy: Policy = make_policy(policy) if made is None else made
-        self._telling = Telling(lambda pod: publishes, self._notebook, self._clock)
+        self._sent_reports = SentReports(lambda pod: publishes, self._outbox, self._clock)
         self._chooser = Chooser(
             self._serving,
             self._index,
@@ -124,11 +124,11 @@ class Gateway:
             foreign_ttl_s=FOREIGN_TTL_S,
             # A policy made for a bench may override how single pods are viewed.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
-            telling=self._telling,
+            sent_reports=self._sent_reports,
             name=f"{number:08}",
         )
         pod_of = self._serving.by_name.get
-        self._others = Others(Hearsay(pod_of, self._chooser, self._telling, clock=self._clock), Life(life))
+        self._others = Peers(PeerReports(pod_of, self._chooser, self._sent_reports, clock=self._clock), Life(life))
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
@@ -165,7 +165,7 @@ class Gateway:
             clock=self._clock,
         )
         lease.__enter__()
-        told = self._telling.of(
+        told = self._sent_reports.of(
             choice.pod.pod_id,
             str(request.number),
             inbound.keys,
@@ -213,23 +213,23 @@ class Gateway:
     def tell_with(self, on_first: Callable[[], None]) -> None:
         """Set the function that is called when `told_at_s` becomes earlier; ignored if this gateway tells others
         nothing."""
-        if self._notebook is not None:
-            self._notebook.on_first = on_first
+        if self._outbox is not None:
+            self._outbox.on_first = on_first
 
     def told_at_s(self, gateways: int) -> float:
         """Return when this gateway next sends messages to the others, if there are `gateways`; infinite: it has nothing
         to tell."""
-        if self._notebook is None:
+        if self._outbox is None:
             return math.inf
-        return self._pace.due_s(self._notebook.oldest_s, self._notebook.oldest_routed_s, gateways)
+        return self._pace.due_s(self._outbox.oldest_s, self._outbox.oldest_routed_s, gateways)
 
-    def told(self, now_s: float, gateways: int) -> Iterator[BeliefMessage]:
+    def told(self, now_s: float, gateways: int) -> Iterator[PeerMessage]:
         """Yield the messages for the other gateways."""
-        while self._notebook is not None and len(self._notebook):
-            self._pace.sent(now_s, gateways, tells_ways=self._notebook.oldest_routed_s is not None)
-            yield self._notebook.take(now_s)
+        while self._outbox is not None and len(self._outbox):
+            self._pace.sent(now_s, gateways, has_routed=self._outbox.oldest_routed_s is not None)
+            yield self._outbox.take(now_s)
 
-    def heard(self, message: BeliefMessage, sent_at_s: float) -> None:
+    def heard(self, message: PeerMessage, sent_at_s: float) -> None:
         """Take another gateway's message about pods that publish nothing."""
         self._others.apply(message, sent_at_s, self._clock())
 

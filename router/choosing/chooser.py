@@ -18,8 +18,8 @@ from router.choosing.shadow import Shadows
 from router.edge.errors import RETRY_AFTER_S, NoEngine
 from router.engines.usage import Usage
 from router.fleet.pod import Clock, Pod
-from router.peer_sync.beliefs import Routed
-from router.peer_sync.sent_reports import Telling, Told
+from router.peer_sync.messages import Routed
+from router.peer_sync.sent_reports import SentReport, SentReports
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import Match, PrefixIndex
@@ -92,13 +92,13 @@ class Chooser:
         foreign_ttl_s: float,
         shadows: Shadows | None = None,
         wide_from: int = WIDE_FROM,
-        telling: Telling | None = None,
+        sent_reports: SentReports | None = None,
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies that can do so decide over a table of all pods. `telling`: tells
-        other gateways which beliefs an answer refutes. `name`: this gateway's name in the `shares` that gateways
-        exchange; random if not given.
+        `wide_from`: number of pods from which policies that can do so decide over a table of all pods.
+        `sent_reports`: tells other gateways what an answer refutes. `name`: this gateway's name in the `shares` that
+        gateways exchange; random if not given.
         """
         self.name = name or uuid.uuid4().hex
         self.observer: ScoreObserver | None = None
@@ -117,9 +117,9 @@ class Chooser:
         self._shadows = shadows
         self._tables = Tables(index.rooms)
         self._wide_from = wide_from
-        self._telling = telling
-        notebook = None if telling is None else telling.notebook
-        self._gateways = Gateways("" if notebook is None else f"{notebook.life:x}")
+        self._sent_reports = sent_reports
+        outbox = None if sent_reports is None else sent_reports.outbox
+        self._gateways = Gateways("" if outbox is None else f"{outbox.life:x}")
         self._is_expired = False
         self._check_at_s = -math.inf
 
@@ -252,11 +252,11 @@ class Chooser:
         """Take back a choice whose request did not run. Return the keys that the pod no longer counts as holding."""
         return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
-    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> Told | None:
+    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> SentReport | None:
         """Return the object that reports the request to other gateways; None if they need no report."""
-        if self._telling is None:
+        if self._sent_reports is None:
             return None
-        return self._telling.of(
+        return self._sent_reports.of(
             choice.pod.pod_id,
             request_id,
             inbound.keys,
@@ -307,8 +307,8 @@ class Chooser:
             self._index.was_held(choice.pod.pod_id, inbound.keys, choice.strides, tokens)
             return
         self.refute(choice.pod.pod_id, inbound.keys, held, self._clock())
-        if self._telling is not None:
-            self._telling.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
+        if self._sent_reports is not None:
+            self._sent_reports.refuted(choice.pod.pod_id, inbound.keys, held, cached_tokens)
 
     # -- what pods are believed to hold, from this gateway's requests and from other gateways ------------------
 
@@ -346,9 +346,9 @@ class Chooser:
         tokens = routed.prompt_tokens + routed.output_tokens
         return Taken(tokens, max(1.0, key_tokens), facts.kv_capacity_tokens, facts.block_tokens)
 
-    def unbelieve(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
+    def forget_unused(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """Drop those of `keys` from the pod that were last used at `used_at_s` or before."""
-        self._index.unbelieve(pod, keys, used_at_s)
+        self._index.forget_unused(pod, keys, used_at_s)
 
     def refute(self, pod: PodId, keys: Keys, held_strides: int, now_s: float) -> None:
         """Record that the pod had held only `held_strides` of `keys`. It holds all now, since it has computed them."""
@@ -356,21 +356,21 @@ class Chooser:
         self.remember(pod, keys, now_s)
 
     def tell_forgotten(self, pod: PodId, *, is_sure: bool) -> None:
-        """Tell the other gateways that this one has dropped all keys of the pod. `is_sure`: see Telling."""
-        if self._telling is not None:
-            self._telling.forgotten(pod, is_sure=is_sure)
+        """Tell the other gateways that this one has dropped all keys of the pod. `is_sure`: see SentReports."""
+        if self._sent_reports is not None:
+            self._sent_reports.forgotten(pod, is_sure=is_sure)
 
     def forget(self, pod: PodId, at_s: float) -> None:
         """Drop the keys that the pod has not reported, except those of requests after `at_s`."""
         self._index.forget_until(pod, at_s)
 
-    def believe(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
+    def assume(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
         """Take over what another gateway believes that the pod holds."""
-        self._index.believe(pod, runs, now_s, self._ttl_s(pod))
+        self._index.assume(pod, runs, now_s, self._ttl_s(pod))
 
-    def believed(self, pod: PodId) -> Sequence[Run]:
+    def assumed(self, pod: PodId) -> Sequence[Run]:
         """Return what this gateway believes that the pod holds, for other gateways."""
-        return self._index.believed(pod)
+        return self._index.assumed(pod)
 
     def _ttl_s(self, pod: PodId) -> float:
         if self._registry.reports(pod):

@@ -12,7 +12,7 @@ from router.views.speeds import LearntFactor, LearntSpeed
 from router.views.types import PodId
 
 
-class Learning:
+class LearntValues:
     """A `LearntSource`."""
 
     def __init__(self, fleet: Fleet, estimates: Estimates, index: PrefixIndex) -> None:

@@ -10,69 +10,69 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from router.choosing.chooser import Chooser
-from router.choosing.peer_reports import Hearsay
+from router.choosing.peer_reports import PeerReports
 from router.fleet.fleet import FleetChange
 from router.fleet.pod import Pod
-from router.peer_sync.beliefs import Life
-from router.peer_sync.beliefs_others import Others
-from router.peer_sync.beliefs_own import Notebook
-from router.peer_sync.beliefs_publisher import BeliefPublisher
-from router.peer_sync.beliefs_reader import BeliefReader, BeliefStatus
-from router.peer_sync.beliefs_shared import SharedBeliefs
-from router.peer_sync.beliefs_wire import RedisWire
 from router.peer_sync.learnt_sync import LearntSource, LearntSync
-from router.peer_sync.sent_reports import Telling
+from router.peer_sync.messages import Life
+from router.peer_sync.outbox import Outbox
+from router.peer_sync.peers import Peers
+from router.peer_sync.reader import PeerReader, PeerSyncStatus
+from router.peer_sync.sender import PeerSender
+from router.peer_sync.sent_reports import SentReports
+from router.peer_sync.shared_state import SharedState
+from router.peer_sync.wire import RedisWire
 from router.views.types import PodId
 
 
-class SharingView(Protocol):
+class PeerSyncView(Protocol):
     """The part of sharing that operators see."""
 
-    def status(self) -> BeliefStatus:
+    def status(self) -> PeerSyncStatus:
         """Return counters and state."""
 
     def in_flight(self) -> Counter[PodId]:
         """Return the requests of other gateways in flight, by pod."""
 
 
-class NoSharing:
-    """Sharing of a gateway that knows only what it did itself."""
+class NoPeerSync:
+    """PeerSync of a gateway that knows only what it did itself."""
 
-    def status(self) -> BeliefStatus:
+    def status(self) -> PeerSyncStatus:
         """Return the status of a gateway that shares nothing."""
-        return BeliefStatus()
+        return PeerSyncStatus()
 
     def in_flight(self) -> Counter[PodId]:
         """Return an empty count: other gateways are not known."""
         return Counter()
 
 
-def new_notebook(name: str, stride: int) -> Notebook:
-    """Return the notebook of a gateway that has just started. `name` is for operators only; gateways tell each other
+def new_outbox(name: str, stride: int) -> Outbox:
+    """Return the outbox of a gateway that has just started. `name` is for operators only; gateways tell each other
     apart by a random number."""
-    return Notebook(Life(secrets.randbits(64) or 1), name, stride)
+    return Outbox(Life(secrets.randbits(64) or 1), name, stride)
 
 
-class Sharing:
+class PeerSync:
     """Shares with other gateways through Redis. Needs a running loop. The caller runs the work that `start` returns."""
 
     def __init__(
         self,
         redis_url: str,
-        notebook: Notebook,
+        outbox: Outbox,
         pod_of: Callable[[PodId], Pod | None],
         chooser: Chooser,
-        telling: Telling,
+        sent_reports: SentReports,
         learning: LearntSource,
         *,
         stride: int,
     ) -> None:
-        sink = Hearsay(pod_of, chooser, telling, clock=asyncio.get_running_loop().time)
-        self._others = Others(sink, notebook.life)
-        shared = SharedBeliefs(notebook, sink, stride, self._others)
+        sink = PeerReports(pod_of, chooser, sent_reports, clock=asyncio.get_running_loop().time)
+        self._others = Peers(sink, outbox.life)
+        shared = SharedState(outbox, sink, stride, self._others)
         self._reader_wire = RedisWire(redis_url)
-        self.publisher = BeliefPublisher(RedisWire(redis_url), shared)
-        self.reader = BeliefReader(self._reader_wire, shared)
+        self.publisher = PeerSender(RedisWire(redis_url), shared)
+        self.reader = PeerReader(self._reader_wire, shared)
 
         self._learnt = LearntSync(redis_url, learning)
 
@@ -93,8 +93,8 @@ class Sharing:
         """Apply a change of the set of pods. Call it after the keys of restarted or removed pods have been dropped."""
         self.reader.set_pods(change.pods.keys(), change.ended)
 
-    def status(self) -> BeliefStatus:
-        """See SharingView."""
+    def status(self) -> PeerSyncStatus:
+        """See PeerSyncView."""
         status, publisher = self.reader.status(), self.publisher
         return replace(
             status,
@@ -105,7 +105,7 @@ class Sharing:
         )
 
     def in_flight(self) -> Counter[PodId]:
-        """See SharingView."""
+        """See PeerSyncView."""
         return self._others.in_flight()
 
     async def close(self) -> None:
@@ -114,16 +114,16 @@ class Sharing:
         await self._reader_wire.close()
 
 
-def make_sharing(
+def make_peer_sync(
     redis_url: str | None,
-    notebook: Notebook | None,
+    outbox: Outbox | None,
     pod_of: Callable[[PodId], Pod | None],
     chooser: Chooser,
-    telling: Telling,
+    sent_reports: SentReports,
     learning: LearntSource,
     stride: int,
-) -> Sharing | NoSharing:
-    """Return the sharing of this gateway. `redis_url`, `notebook`: None if nothing is shared."""
-    if redis_url is None or notebook is None:
-        return NoSharing()
-    return Sharing(redis_url, notebook, pod_of, chooser, telling, learning, stride=stride)
+) -> PeerSync | NoPeerSync:
+    """Return the sharing of this gateway. `redis_url`, `outbox`: None if nothing is shared."""
+    if redis_url is None or outbox is None:
+        return NoPeerSync()
+    return PeerSync(redis_url, outbox, pod_of, chooser, sent_reports, learning, stride=stride)

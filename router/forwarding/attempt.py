@@ -10,7 +10,7 @@ from router.edge.errors import UpstreamError
 from router.engines.outcome import Outcome
 from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
-from router.peer_sync.sent_reports import Told
+from router.peer_sync.sent_reports import SentReport
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Attempt:
     choice: Choice
     lease: Lease
     sent_s: float
-    told: Told | None = None
+    told: SentReport | None = None
     """Reports the attempt to the other gateways; None if they need no report."""
     session_id: str | None = None
     """Session id in the pod's KV events for the blocks of this request; None: the client's own, if any, is sent."""

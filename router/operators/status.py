@@ -12,7 +12,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 
 from engine.contract.errors import BadRequest, quoted
-from router.choosing.peer_setup import SharingView
+from router.choosing.peer_setup import PeerSyncView
 from router.choosing.registry_view import RegistryView
 from router.edge.admission import Admission
 from router.edge.client_keys import tenant_of
@@ -26,12 +26,12 @@ from router.fleet.pod import Pod
 from router.fleet.scrape import Scraper
 from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
-from router.peer_sync.beliefs_reader import BeliefStatus
+from router.peer_sync.reader import PeerSyncStatus
 from router.reading.inbound import check_allowed, find_model
 from router.reading.names import Names
-from router.telemetry.beliefs import BeliefValues
 from router.telemetry.inference import InferenceValues
 from router.telemetry.metrics import GaugeValues, Metrics
+from router.telemetry.peer_sync import PeerSyncValues
 from router.tenants.limiter import Limiter
 from router.tenants.usage_log import UsageLog
 from router.views.types import PodId
@@ -55,7 +55,7 @@ class Status:
         metrics: Metrics,
         limiter: Limiter,
         usage_log: UsageLog | None,
-        sharing: SharingView,
+        peer_sync: PeerSyncView,
         events: Streams,
         scraper: Scraper | None = None,
         names: Names | None = None,
@@ -74,7 +74,7 @@ class Status:
         self._metrics = metrics
         self._limiter = limiter
         self._usage_log = usage_log
-        self._sharing = sharing
+        self._peer_sync = peer_sync
         self._events = events
         self._has_registry = has_registry
         self.is_warm = not self._has_registry
@@ -124,7 +124,7 @@ class Status:
             },
             "objectives": _objective_facts(self._objectives),
             "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
-            "sharing": _few_facts(self._sharing.status()),
+            "sharing": _few_facts(self._peer_sync.status()),
         }
         return json_response(detail, status=503 if missing else 200)
 
@@ -192,9 +192,9 @@ class Status:
             kv_events=self._events.totals(),
         )
 
-    def _belief_values(self) -> BeliefValues:
-        status = self._sharing.status()
-        return BeliefValues(
+    def _belief_values(self) -> PeerSyncValues:
+        status = self._peer_sync.status()
+        return PeerSyncValues(
             gateways=len(status.gateways),
             connected=status.connected,
             engines=status.pods,
@@ -239,13 +239,13 @@ class Status:
         for failing requests nor `leaving`.
         """
         now_s = self._clock()
-        elsewhere = self._sharing.in_flight()
+        elsewhere = self._peer_sync.in_flight()
         shown = [
             self._pod(member, pod, elsewhere, now_s)
             for member in self._fleet.members()
             for pod in member.pods or (None,)
         ]
-        return json_response({"pods": shown, "sharing": asdict(self._sharing.status())})
+        return json_response({"pods": shown, "sharing": asdict(self._peer_sync.status())})
 
     def _pod(self, member: Member, pod: Pod | None, elsewhere: Counter[PodId], now_s: float) -> dict[str, Any]:
         shown: dict[str, Any] = {
@@ -281,7 +281,7 @@ def _objective_facts(objectives: Objectives | None) -> dict[str, Any] | None:
     return None if objectives is None else {"known": len(objectives), "problem": objectives.status().problem}
 
 
-def _few_facts(status: BeliefStatus) -> dict[str, Any]:
+def _few_facts(status: PeerSyncStatus) -> dict[str, Any]:
     """Return the facts without names, since anybody may ask whether the gateway is ready."""
     return {
         "sharing": status.sharing,

@@ -11,7 +11,7 @@ from router.views.types import PodId
 SATURATED_S = 1.5
 """A pod is saturated if it has more queued prefill than this, or if its reports have said for this long that requests
 wait. This is far above what a fleet below saturation shows on all of its pods at once. It is also above a burst of 128
-requests a pod: holding those back would cost time (`router/routing/MEASURED.md`, "Did not help")."""
+requests a pod: holding those back would cost time."""
 CONTENDED_S = 0.25
 """The same limit while requests of several tenants or priorities come: in a pod's own queue they would wait first come,
 first served. At 0.9 of the knee, eight pods never all have a tenth of a second queued at once."""

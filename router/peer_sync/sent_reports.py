@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from engine.contract.events import Keys
 from router.fleet.pod import Clock
-from router.peer_sync.beliefs import OnRouted
-from router.peer_sync.beliefs_own import Notebook
+from router.peer_sync.messages import OnRouted
+from router.peer_sync.outbox import Outbox
 from router.views.types import PodId
 
 
-class Told:
+class SentReport:
     """Reports one request on its pod to listeners and other gateways."""
 
     __slots__ = (
@@ -20,15 +20,15 @@ class Told:
         "_output_tokens",
         "_pod",
         "_prompt_tokens",
+        "_sent_reports",
         "_sent_s",
         "_session_id",
-        "_telling",
         "_uncached_tokens",
     )
 
     def __init__(
         self,
-        telling: Telling,
+        sent_reports: SentReports,
         pod: PodId,
         session_id: str,
         keys: Keys,
@@ -36,7 +36,7 @@ class Told:
         uncached_tokens: int,
         output_tokens: int,
     ) -> None:
-        self._telling = telling
+        self._sent_reports = sent_reports
         self._pod = pod
         self._session_id = session_id
         self._keys = keys
@@ -48,11 +48,11 @@ class Told:
 
     def sent(self) -> None:
         """Report that the request is sent to the pod."""
-        telling = self._telling
-        now_s = self._sent_s = telling.clock()
-        telling.heard(self._pod, self._session_id, self._keys, self._prompt_tokens, now_s)
-        if telling.notebook is not None:
-            self._number = telling.notebook.routed(
+        sent_reports = self._sent_reports
+        now_s = self._sent_s = sent_reports.clock()
+        sent_reports.heard(self._pod, self._session_id, self._keys, self._prompt_tokens, now_s)
+        if sent_reports.outbox is not None:
+            self._number = sent_reports.outbox.routed(
                 self._pod,
                 self._session_id,
                 self._keys,
@@ -64,27 +64,27 @@ class Told:
 
     def began(self, cached_tokens: int | None) -> None:
         """Report that the first token came."""
-        if self._telling.notebook is not None:
-            self._telling.notebook.began(self._number, self._telling.clock(), cached_tokens)
+        if self._sent_reports.outbox is not None:
+            self._sent_reports.outbox.began(self._number, self._sent_reports.clock(), cached_tokens)
 
     def ended(self) -> None:
         """Report that the request has left the pod."""
-        if self._telling.notebook is not None:
-            self._telling.notebook.ended(self._number, self._telling.clock())
+        if self._sent_reports.outbox is not None:
+            self._sent_reports.outbox.ended(self._number, self._sent_reports.clock())
 
     def undone(self, keys: Keys) -> None:
         """Report that the request never ran, so the pod no longer counts as holding `keys`."""
-        if self._telling.notebook is not None and self._number >= 0:
-            self._telling.notebook.undone(self._pod, keys, self._sent_s)
+        if self._sent_reports.outbox is not None and self._number >= 0:
+            self._sent_reports.outbox.undone(self._pod, keys, self._sent_s)
 
 
-class Telling:
+class SentReports:
     """Reports requests. `publishes`: whether a pod reports to the registry itself, so that gateways need not do so."""
 
-    def __init__(self, publishes: Callable[[PodId], bool], notebook: Notebook | None, clock: Clock) -> None:
-        """`notebook`: None if there are no other gateways to tell."""
+    def __init__(self, publishes: Callable[[PodId], bool], outbox: Outbox | None, clock: Clock) -> None:
+        """`outbox`: None if there are no other gateways to tell."""
         self._publishes = publishes
-        self.notebook = notebook
+        self.outbox = outbox
         self.clock = clock
         self._listeners: list[OnRouted] = []
 
@@ -110,18 +110,18 @@ class Telling:
         prompt_tokens: int,
         uncached_tokens: int,
         output_tokens: int,
-    ) -> Told | None:
+    ) -> SentReport | None:
         """Return the reporter of a request that is about to go to a pod; None if nobody needs reports on that pod."""
-        if self._publishes(pod) or (self.notebook is None and not self._listeners):
+        if self._publishes(pod) or (self.outbox is None and not self._listeners):
             return None
-        return Told(self, pod, session_id, keys, prompt_tokens, uncached_tokens, output_tokens)
+        return SentReport(self, pod, session_id, keys, prompt_tokens, uncached_tokens, output_tokens)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int) -> None:
         """Report that the pod had held less than the index said, as an answer showed."""
-        if self.notebook is not None and not self._publishes(pod):
-            self.notebook.refuted(pod, keys, held_strides, cached_tokens, self.clock())
+        if self.outbox is not None and not self._publishes(pod):
+            self.outbox.refuted(pod, keys, held_strides, cached_tokens, self.clock())
 
     def forgotten(self, pod: PodId, *, is_sure: bool) -> None:
         """Report that all keys of the pod are dropped: its cache was emptied (`is_sure`), or the pod has restarted."""
-        if self.notebook is not None and not self._publishes(pod):
-            self.notebook.forgotten(pod, self.clock(), is_sure=is_sure)
+        if self.outbox is not None and not self._publishes(pod):
+            self.outbox.forgotten(pod, self.clock(), is_sure=is_sure)

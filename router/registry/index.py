@@ -312,7 +312,7 @@ class PrefixIndex:
             return dropped
         return ()
 
-    def unbelieve(self, pod: PodId, keys: Sequence[PrefixKey], used_at_s: float) -> None:
+    def forget_unused(self, pod: PodId, keys: Sequence[PrefixKey], used_at_s: float) -> None:
         """Forget the speculative entries of `keys`, except those used after `used_at_s`."""
         if speculation := self._speculations.get(pod):
             self._change(speculation.discard(speculation.unused_since(keys, used_at_s)), self._slots[pod], 0)
@@ -330,12 +330,12 @@ class PrefixIndex:
             self._change(speculated, self._slots[pod], 0)
             self._show_room(pod, speculation)
 
-    def believed(self, pod: PodId) -> list[Run]:
+    def assumed(self, pod: PodId) -> list[Run]:
         """Return the pod's speculative keys, in the order in which they would be dropped. Looks at all of them."""
         speculation = self._speculations.get(pod)
         return [] if speculation is None else speculation.runs()
 
-    def believe(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
+    def assume(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
         """Speculate on another gateway's keys, for `ttl_s` from each use. Looks at all of the pod's speculative keys.
 
         A key stays as it is if it was used later than `runs` say, or if the pod reported it.
@@ -378,13 +378,13 @@ class PrefixIndex:
     def forget_until(self, pod: PodId, used_at_s: float) -> None:
         """Forget a pod's speculative keys, except those used after `used_at_s`. Looks at all of them. Keys that the pod
         reported stay until it reports them removed."""
-        believed = self.believed(pod)
+        believed = self.assumed(pod)
         if pod not in self._reporters and all(at_s <= used_at_s for at_s, _ in believed):
             self.drop(pod)
             return
         for at_s, keys in believed:
             if at_s <= used_at_s:
-                self.unbelieve(pod, keys, used_at_s)
+                self.forget_unused(pod, keys, used_at_s)
 
     def held(self, pod: PodId) -> dict[Tier, set[PrefixKey]]:
         """Return the keys that the pod has reported, by tier. Scans the whole index: for tests and debugging."""

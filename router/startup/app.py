@@ -20,7 +20,7 @@ from engine.common.api_keys import parse_keys
 from engine.common.files import FollowedFile
 from engine.common.otel.running import metrics_sent
 from engine.common.redis_client import connect as connect_redis
-from router.choosing.peer_setup import Sharing
+from router.choosing.peer_setup import PeerSync
 from router.choosing.registry_view import NoRegistry
 from router.edge.admission import MIB, Admission
 from router.edge.background import running_task
@@ -64,12 +64,12 @@ from router.startup.parts import (
     METRICS,
     NAMES,
     OBJECTIVES,
+    PEER_SYNC,
     PLACES,
     REGISTRY,
     SCRAPER,
     SESSION,
     SETTINGS,
-    SHARING,
     STATUS,
     STREAMS,
     UPSTREAM,
@@ -346,7 +346,7 @@ async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
     """Run the background work: forget what is gone, and find out when the gateway is warm."""
-    index, metrics, registry, sharing, streams = app[INDEX], app[METRICS], app[REGISTRY], app[SHARING], app[STREAMS]
+    index, metrics, registry, peer_sync, streams = app[INDEX], app[METRICS], app[REGISTRY], app[PEER_SYNC], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
         metrics.keep_pods(change.pods)
@@ -355,8 +355,8 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             if not registry.reports(pod):  # the registry reader handles pods that publish
                 index.drop(pod)
                 app[CHOOSER].tell_forgotten(pod, is_sure=False)
-        if isinstance(sharing, Sharing):
-            sharing.fleet_changed(change)
+        if isinstance(peer_sync, PeerSync):
+            peer_sync.fleet_changed(change)
 
     async def sweep() -> None:
         while True:
@@ -369,7 +369,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         until_s = loop.time() + timeout_s
         if isinstance(registry, RegistryReader) and not await registry.wait_warm(timeout_s):
             log.warning("registry: not loaded within %g s; going on without it", timeout_s)
-        if isinstance(sharing, Sharing) and not await sharing.reader.wait_warm(max(0.0, until_s - loop.time())):
+        if isinstance(peer_sync, PeerSync) and not await peer_sync.reader.wait_warm(max(0.0, until_s - loop.time())):
             log.warning("gateways: what others know is not loaded within %g s; going on without it", timeout_s)
         app[STATUS].is_warm = True
 
@@ -380,9 +380,9 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             await running.enter_async_context(kept(app, "the registry", registry.run()))
             shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
-        if isinstance(sharing, Sharing):
-            running.push_async_callback(sharing.close)
-            for name, work in await sharing.start():
+        if isinstance(peer_sync, PeerSync):
+            running.push_async_callback(peer_sync.close)
+            for name, work in await peer_sync.start():
                 await running.enter_async_context(kept(app, name, work))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))

@@ -10,8 +10,8 @@ from typing import Literal
 from aiohttp import web
 
 from router.choosing.chooser import Chooser
-from router.choosing.learnt_values import Learning
-from router.choosing.peer_setup import make_sharing, new_notebook
+from router.choosing.learnt_values import LearntValues
+from router.choosing.peer_setup import make_peer_sync, new_outbox
 from router.choosing.registry_view import WithEvents
 from router.choosing.shadow import Shadows
 from router.edge.admission import MIB
@@ -35,7 +35,7 @@ from router.forwarding.waiting import RoomLimits, WaitingRoom
 from router.operators.admin import Admin
 from router.operators.status import Status
 from router.overload.line import LineLimits
-from router.peer_sync.sent_reports import Telling
+from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
@@ -61,19 +61,19 @@ from router.startup.parts import (
     NAMED_CACHES,
     NAMES,
     OBJECTIVES,
+    PEER_SYNC,
     PICKER,
     PLACES,
     RECORDER,
     REGISTRY,
     ROOM,
     SCRAPER,
+    SENT_REPORTS,
     SESSION,
     SETTINGS,
-    SHARING,
     STATUS,
     STORED,
     STREAMS,
-    TELLING,
     UPSTREAM,
     USAGE_LOG,
 )
@@ -105,9 +105,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     )
 
     shares = settings.redis_url is not None and settings.share_beliefs
-    notebook = new_notebook(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
-    app[TELLING] = telling = Telling(app[REGISTRY].reports, notebook, asyncio.get_running_loop().time)
-    telling.listen(app[EVENTS].on_routed)
+    outbox = new_outbox(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    app[SENT_REPORTS] = sent_reports = SentReports(app[REGISTRY].reports, outbox, asyncio.get_running_loop().time)
+    sent_reports.listen(app[EVENTS].on_routed)
 
     def make_policies() -> dict[str, Policy]:
         return {name: make_policy(name, options) for name in POLICY_NAMES}
@@ -124,10 +124,16 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         speculation_ttl_s=settings.speculation_ttl_s,
         foreign_ttl_s=settings.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
-        telling=telling,
+        sent_reports=sent_reports,
     )
-    app[SHARING] = make_sharing(
-        settings.redis_url, notebook, fleet.pod, chooser, telling, Learning(fleet, estimates, index), settings.stride
+    app[PEER_SYNC] = make_peer_sync(
+        settings.redis_url,
+        outbox,
+        fleet.pod,
+        chooser,
+        sent_reports,
+        LearntValues(fleet, estimates, index),
+        settings.stride,
     )
     app[ROOM] = WaitingRoom(
         fleet,
@@ -237,7 +243,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         metrics=metrics,
         limiter=app[LIMITER],
         usage_log=app[USAGE_LOG],
-        sharing=app[SHARING],
+        peer_sync=app[PEER_SYNC],
         events=app[STREAMS],
         scraper=app[SCRAPER],
         names=app[NAMES],

@@ -8,7 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from router.choosing.chooser import Chooser
-from router.choosing.peer_setup import NoSharing, Sharing
+from router.choosing.peer_setup import NoPeerSync, PeerSync
 from router.choosing.registry_view import NoRegistry
 from router.edge.admission import Admission
 from router.edge.client_keys import ClientKeys
@@ -28,7 +28,7 @@ from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
 from router.operators.admin import Admin
 from router.operators.status import Status
-from router.peer_sync.sent_reports import Telling
+from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerParts
 from router.reading.names import Names
 from router.registry.index import PrefixIndex
@@ -55,9 +55,9 @@ OBJECTIVES: web.AppKey[Objectives | None] = web.AppKey("objectives")
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
 PLACES = web.AppKey("places", Places)
-TELLING = web.AppKey("telling", Telling)
+SENT_REPORTS = web.AppKey("sent_reports", SentReports)
 """A listener hears of each request to a pod that publishes nothing, from this gateway or another one."""
-SHARING: web.AppKey[Sharing | NoSharing] = web.AppKey("sharing")
+PEER_SYNC: web.AppKey[PeerSync | NoPeerSync] = web.AppKey("peer_sync")
 EVENTS = web.AppKey("events", EventFeed)
 STREAMS = web.AppKey("streams", Streams)
 STATUS = web.AppKey("status", Status)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 
-from router.telemetry.beliefs import BeliefMetrics, BeliefValues
 from router.telemetry.collectors import Distribution, Tally
 from router.telemetry.inference import InferenceMetrics, InferenceValues
+from router.telemetry.peer_sync import PeerSyncMetrics, PeerSyncValues
 from router.telemetry.tenants import QUEUE_BUCKETS_S, TenantMetrics
 from router.telemetry.totals import Totals
 
@@ -69,7 +69,7 @@ class GaugeValues:
     metrics_reads: Mapping[str, int] = field(default_factory=dict)
     """By outcome."""
     limits_alone: bool = False
-    beliefs: BeliefValues = field(default_factory=BeliefValues)
+    beliefs: PeerSyncValues = field(default_factory=PeerSyncValues)
     """About other gateways; all zero if nothing is shared."""
     usage_log_pending_bytes: int = 0
     usage_log_lost: int = 0
@@ -253,7 +253,7 @@ class Metrics:
             registry=registry,
         )
         self.tenants = TenantMetrics(registry)
-        self._beliefs = BeliefMetrics(registry)
+        self._beliefs = PeerSyncMetrics(registry)
         self._usage_log_lost = Tally(
             "warmroute_gateway_usage_log_lost", "Lines of the usage log lost because it could not be written", ()
         )

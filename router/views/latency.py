@@ -21,7 +21,7 @@ of vLLM's `max_num_batched_tokens`. If steps are larger, decoding counts for too
 EVENNESS = 4.0
 """Among equally warm pods, a pod with a request that has no first token yet gets a surcharge: this many times what
 would be left of a step that began when the pod was last sent a request. Above 4 hardly anything changes
-(DECISIONS.md)."""
+(`router/DECISIONS.md`)."""
 
 _UNIT_TOKENS = 1000
 

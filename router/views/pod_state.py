@@ -287,7 +287,7 @@ class PodState:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         decoding, speed, reported = len(self._decoding), self.speed, self._reported
-        view = PodView(  # by position: names take more than twice as long (DECISIONS.md)
+        view = PodView(  # by position: names take more than twice as long
             pod_id,
             matched_tokens,
             host_tokens,

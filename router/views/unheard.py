@@ -8,7 +8,7 @@ from router.views.sent import Sent
 
 TOLD_S = 0.15
 """News of a first token comes at most this long after the token. Gateways tell every 0.05 s, 40 gateways every 0.1 s
-(`router/peer_sync/beliefs_pace.py`), and Redis is late at times. If the news comes later still, a pod looks late by the
+(`router/peer_sync/pace.py`), and Redis is late at times. If the news comes later still, a pod looks late by the
 excess alone."""
 LOST_S = 3.0
 """If a first token is overdue by more than this, its gateway is probably gone: gateways tell something every 2 s."""

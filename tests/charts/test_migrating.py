@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from engine.common.settings import Settings
-from loadgen.commands.bench import BenchSettings
 from loadgen.commands.compare import CompareSettings
 from router.settings.gateway import GatewaySettings
 from tests.charts.chart import ROOT, Helm, container, named
@@ -23,7 +22,7 @@ BLOCKS = [
     for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", PAGE, re.MULTILINE)
 ]
 VALUES = [yaml.safe_load(block) for block in BLOCKS if block.startswith("engines:")]
-COMMANDS: dict[str, type[Settings]] = {"compare": CompareSettings, "bench": BenchSettings}
+COMMANDS: dict[str, type[Settings]] = {"compare": CompareSettings}
 
 
 @pytest.mark.parametrize("values", VALUES, ids=lambda values: values["engines"]["existing"][0]["name"])
@@ -51,7 +50,7 @@ def commands() -> list[list[str]]:
 
 def test_the_commands_are_taken() -> None:
     found = commands()
-    assert [words[1] for words in found] == ["compare", "bench", "bench"]
+    assert [words[1] for words in found] == ["compare"]
     for _, name, *arguments in found:
         settings = COMMANDS[name].load(arguments, prog=name, environ={})
         assert settings.model_fields_set
@@ -72,6 +71,6 @@ def test_it_leads_to_what_there_is() -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             assert anchor in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles], target
-    for page in ("README.md", "charts/README.head.md"):
+    for page in ("README.md", "charts/warmroute/README.md"):
         assert "MIGRATING.md" in (ROOT / page).read_text(), page
     assert Path(ROOT / "charts/warmroute/values-vllm.yaml").exists()

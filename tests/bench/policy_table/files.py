@@ -1,4 +1,4 @@
-"""`policies.json`, and the table for router/routing/MEASURED.md."""
+"""`policies.json`, and the table for router/MEASURED.md."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity, ServedModel
-from router.peer_sync.beliefs import Routed
+from router.peer_sync.messages import Routed
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex

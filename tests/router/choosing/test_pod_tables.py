@@ -138,13 +138,13 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
             elif deed == 1:
                 world.index.was_held(pod_id, inbound.keys, 0, 400)
             elif deed == 2:
-                world.chooser.unbelieve(pod_id, inbound.keys, world.now_s)
+                world.chooser.forget_unused(pod_id, inbound.keys, world.now_s)
             elif deed == 3:
                 facts = world.listed[place].facts
                 taken = Taken(628, 64.0, facts.kv_capacity_tokens, facts.block_tokens)
                 world.chooser.remember(pod_id, inbound.keys, world.now_s, taken)
             elif deed == 4:
-                world.chooser.believe(pod_id, [(world.now_s, world.inbound(number).keys)], world.now_s)
+                world.chooser.assume(pod_id, [(world.now_s, world.inbound(number).keys)], world.now_s)
             elif deed == 5 and number % 40 == 0:
                 world.chooser.forget(pod_id, world.now_s)
             elif deed == 6:

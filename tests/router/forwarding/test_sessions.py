@@ -55,11 +55,11 @@ async def test_a_reset_leaves_what_events_say_to_events() -> None:
         events.batch(FOLLOWED, model.batches[0])
         held = set().union(*index.held(FOLLOWED).values())
         assert held
-        assert index.believed(PodId("other"))
+        assert index.assumed(PodId("other"))
 
         assert (await gateway.post(b"", path="/reset_prefix_cache")).status == 200
         assert set().union(*index.held(FOLLOWED).values()) == held, "the engine has not said that they are gone"
-        assert not index.believed(PodId("other"))
+        assert not index.assumed(PodId("other"))
 
         gateway.app[CHOOSER].forget(FOLLOWED, asyncio.get_running_loop().time())  # another gateway reports a reset
         assert set().union(*index.held(FOLLOWED).values()) == held
@@ -67,4 +67,4 @@ async def test_a_reset_leaves_what_events_say_to_events() -> None:
         model.clear()
         events.batch(FOLLOWED, model.batches[1])
         assert not set().union(*index.held(FOLLOWED).values())
-        assert not index.believed(FOLLOWED)
+        assert not index.assumed(FOLLOWED)

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from router.choosing.peer_setup import Sharing
-from router.startup.parts import FLEET, INDEX, SHARING, STATUS, TELLING
+from router.choosing.peer_setup import PeerSync
+from router.startup.parts import FLEET, INDEX, PEER_SYNC, SENT_REPORTS, STATUS
 from router.views.types import PodId
 from tests.redis_server import RedisServer
 from tests.router.rig.helpers import Gateway, ScriptedEngine, eventually, running, stalls_after
@@ -88,16 +88,16 @@ def believe_alike(one: Gateway, other: Gateway) -> bool:
     return believed(one) == believed(other)
 
 
-def sharing(gateway: Gateway) -> Sharing:
-    found = gateway.app[SHARING]
-    assert isinstance(found, Sharing)
+def sharing(gateway: Gateway) -> PeerSync:
+    found = gateway.app[PEER_SYNC]
+    assert isinstance(found, PeerSync)
     return found
 
 
 def believed(gateway: Gateway) -> dict[PodId, set[int]]:
     index = gateway.app[INDEX]
     return {
-        pod.pod_id: {key for _, keys in index.believed(pod.pod_id) for key in keys}
+        pod.pod_id: {key for _, keys in index.assumed(pod.pod_id) for key in keys}
         for pod in gateway.app[FLEET].pods("m")
     }
 
@@ -164,7 +164,7 @@ async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server
     engine = ScriptedEngine(None, stalls_after(begin=False))
     async with gateways(redis_server, 2, engine) as (first, second):
         heard: list[tuple[str, str]] = []
-        second.app[TELLING].listen(lambda pod, session, keys, tokens, at_s: heard.append((pod, session)))
+        second.app[SENT_REPORTS].listen(lambda pod, session, keys, tokens, at_s: heard.append((pod, session)))
         request = asyncio.create_task(ask(first, "x" * 1000, stream=True))
         (pod,) = second.app[FLEET].pods("m")
         clock = asyncio.get_running_loop().time

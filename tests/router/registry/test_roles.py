@@ -13,18 +13,18 @@ from engine.common.redis_client import connect
 from engine.contract.events import Tier
 from engine.contract.prefix_key import PrefixKey
 from engine.contract.redis_keys import (
-    BELIEFS_STREAM,
     LEARNT_KEY,
-    belief_key,
+    PEER_STREAM,
+    assumed_key,
     resync_key,
     shares_key,
     snapshot_key,
     stream_key,
 )
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
-from router.peer_sync.beliefs_wire import RedisWire
 from router.peer_sync.learnt_sync import LearntSync
 from router.peer_sync.share_sync import ShareSync
+from router.peer_sync.wire import RedisWire
 from router.registry.learnt import Learnt, LearntRoom
 from router.routing.shares import TrafficShares
 from router.tenants.ledger import Report
@@ -116,8 +116,8 @@ async def test_gateways_keep_account_of_limits_as_their_user(users: RedisServer)
         ("engine", ("HGETALL", shares_key(MODEL))),
         ("engine", ("SET", shares_key(MODEL), "x")),
         ("engine", ("SET", "other", "x")),
-        ("engine", ("XADD", BELIEFS_STREAM, "*", "d", "a")),
-        ("engine", ("SET", belief_key("a"), "x")),
+        ("engine", ("XADD", PEER_STREAM, "*", "d", "a")),
+        ("engine", ("SET", assumed_key("a"), "x")),
         ("engine", ("HSET", LEARNT_KEY, "m", "x")),
         ("gateway", ("XADD", "other", "*", "p", "a")),
         ("gateway", ("DEL", snapshot_key(MODEL, "a"))),

@@ -71,7 +71,7 @@ def test_belief_is_what_an_lru_cache_of_the_told_size_holds_but_for_what_is_give
             believed = index.match(chain, float(at_s)).get(POD, Match(0)).strides
             held = next((i for i, key in enumerate(chain) if key not in cache.held), len(chain))
             assert believed <= held  # nothing is believed that an LRU cache has evicted
-    all_believed = sum(len(keys) for _, keys in index.believed(POD)) * KEY_TOKENS
+    all_believed = sum(len(keys) for _, keys in index.assumed(POD)) * KEY_TOKENS
     all_held = sum(tokens for key, tokens in cache.held.items() if isinstance(key, int))
     assert all_believed >= all_held - capacity / 64 - 2 * KEY_TOKENS - 8 * BLOCK
 

@@ -56,12 +56,12 @@ class RoomsAgainstEstimates(RuleBasedStateMachine):
         self.index.retract(pod, keys)
 
     @rule(pod=POD, keys=KEYS)
-    def unbelieve(self, pod: PodId, keys: Keys) -> None:
-        self.index.unbelieve(pod, keys, self.now_s)
+    def forget_unused(self, pod: PodId, keys: Keys) -> None:
+        self.index.forget_unused(pod, keys, self.now_s)
 
     @rule(pod=POD, keys=KEYS)
-    def believe(self, pod: PodId, keys: Keys) -> None:
-        self.index.believe(pod, [(self.now_s - 1.0, keys)], self.now_s, 4.0)
+    def assume(self, pod: PodId, keys: Keys) -> None:
+        self.index.assume(pod, [(self.now_s - 1.0, keys)], self.now_s, 4.0)
 
     @rule(pod=POD, keys=KEYS)
     def report(self, pod: PodId, keys: Keys) -> None:
