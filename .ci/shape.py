@@ -54,11 +54,6 @@ EXCUSED = (
         "engine/backend/cuda/kernels/*",
         "a kernel: pointers, strides and sizes are its only possible arguments, Triton has no structs",
     ),
-    Excused("lines", "engine/loop/metrics.py::EngineMetrics.__init__", "still to mend"),
-    Excused("parameters", "engine/loop/publish.py::Publisher.__init__", "still to mend"),
-    Excused("lines", "engine/startup/app.py::engine_tasks", "still to mend"),
-    Excused("parameters", "engine/tiers/build.py::make_tiers", "still to mend"),
-    Excused("parameters", "engine/tiers/tiers.py::Tiers.__init__", "still to mend"),
     Excused("parameters", "router/choosing/chooser.py::Chooser.__init__", "still to mend"),
     Excused("packed", "router/edge/connection_limits.py", "still to mend"),
     Excused("parameters", "router/endpoints/generate.py::Generate.__init__", "still to mend"),
@@ -92,7 +87,6 @@ EXCUSED = (
     Excused("parameters", "tests/loadgen/output/results.py::summary", "still to mend"),
     Excused("parameters", "tests/router/kubernetes/kube.py::pod", "still to mend"),
     Excused("lines", "tests/router/picker/envoy.py::config", "still to mend"),
-    Excused("circle", "engine/backend <-> engine/tiers", "still to mend"),
 )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from engine.contract.keys import key_seed
 from engine.sched.request import Request
 from engine.sched.scheduler import QueueFull, TokenOutput
-from engine.tiers.emulated_shared import EmulatedFolder
+from engine.tiers.stores.emulated_shared import EmulatedFolder
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.faults import Fault, FaultKind

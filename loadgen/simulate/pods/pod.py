@@ -16,7 +16,7 @@ from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import SchedulerConfig, TokenOutput
-from engine.tiers.emulated_shared import EmulatedFolder
+from engine.tiers.stores.emulated_shared import EmulatedFolder
 from engine.tiers.tiers import Tiers
 from loadgen.simulate.pods.digests import SharedDigests, SharingCache
 from loadgen.simulate.pods.noise import StepNoise

@@ -37,7 +37,9 @@ from engine.contract.prefix_key import PrefixKey
 from engine.sched.plan import SampledToken, StepResult
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.allowance import StepSharing
+from engine.tiers.build import make_tiers
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
 
@@ -232,7 +234,7 @@ def _tiers(
         step_tokens=STEP_TOKENS,
         clock=clock.time,
         on_end=on_end,
-        later=later,
+        sharing=StepSharing(later=later),
     )
 
 

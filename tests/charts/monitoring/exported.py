@@ -12,9 +12,10 @@ from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import LoadReport
 from engine.loop.metrics import EngineMetrics, RegistryState
-from engine.tiers.build import emulated_store, make_tiers
-from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.build import make_tiers
 from engine.tiers.exported import TierCollector
+from engine.tiers.stores.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
 from router.telemetry.inference import InferenceValues

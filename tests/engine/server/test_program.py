@@ -18,7 +18,8 @@ import pytest
 from engine.common.settings import ConfigError
 from engine.loop.metrics import EngineMetrics
 from engine.server.service import ServerState
-from engine.startup.app import StartError, listening, load
+from engine.startup.app import listening, load
+from engine.startup.loaded import StartError
 from engine.startup.settings import EngineSettings
 from tests.e2e.programs import Program
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.startup.app import LoadedModel
+from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import MODEL, Engine, Start
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
