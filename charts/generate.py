@@ -31,7 +31,7 @@ def readme(values: Iterable[Value]) -> str:
 
 
 def _default(default: object) -> str:
-    return "" if default is None else f" (`{json.dumps(default)}`)"
+    return "" if default in (None, "", [], {}) else f" (`{json.dumps(default)}`)"
 
 
 def schema() -> str:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 LOST_SHARE = 2 / 3
 """Traffic is a loop if more than this share of the blocks asked for was evicted recently, in prompts with at most one
-new block. In a loop nearly all blocks were, or three quarters if its prompts share the first quarter of their length.
-Conversations that come in turn bring new blocks, so they are no loop. If their blocks were spared, the blocks of ended
-conversations would stay in the pool, and the agents in the benchmark would hit less."""
+new block. Three quarters are if prompts share a quarter of their length. Conversations bring new blocks: no loop."""
 SPARED_SHARE = 3 / 4
 """The largest share of the pool that is spared. While a loop of `n` pools goes past, the rest of the pool turns over
-`(n - share) / (1 - share)` times. What is spared outlasts 15 turnovers, so `n` may be up to 4. Evicted blocks are not
-remembered for longer than that either (`ghosts.py`)."""
+`(n - share) / (1 - share)` times; what is spared outlasts 15 turnovers, so `n` may be up to 4."""
 
 
 class Loops:

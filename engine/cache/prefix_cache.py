@@ -23,10 +23,8 @@ from engine.cache.survey import Survey
 from engine.contract.events import Keys
 
 MAX_KEYS_PER_BLOCK = 32
-"""A block with this many keys takes no more. Further keys go to the next block of their chain.
-
-Otherwise a popular block would collect a key from every request that branches off soon after it.
-"""
+"""A block with this many keys passes further ones on to the next block of their chain: otherwise a popular block
+would collect a key from every request that branches off soon after it."""
 
 
 class PrefixCache:

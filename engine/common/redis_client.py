@@ -18,7 +18,6 @@ REDIS_DEADLINE_S = 2.0
 SENTINEL_PORT = 26379
 REDIS_ERRORS = (RedisError, OSError, TimeoutError)
 """The errors that a call raises if Redis is unreachable, busy or broken."""
-_ERRORS_TOLD = 8
 
 
 def connect(url: str) -> Redis:
@@ -91,26 +90,6 @@ def _address(host: str) -> tuple[str, int]:
     if not parts.hostname or parts.path or parts.port == 0:
         raise ValueError(f"{host!r} is not the address of a Sentinel, such as HOST or HOST:26379")
     return parts.hostname, parts.port or SENTINEL_PORT
-
-
-class Outage:
-    """Decides what to log during an outage of Redis: each different error once, because an outage may begin with one
-    error and go on with another, such as a wrong password."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def is_news(self, error: BaseException) -> bool:
-        """Return whether the error is new in this outage. After _ERRORS_TOLD different errors no error is new."""
-        text = str(error)
-        if text in self._told or len(self._told) >= _ERRORS_TOLD:
-            return False
-        self._told.add(text)
-        return True
-
-    def end(self) -> None:
-        """Forget the outage, because Redis works."""
-        self._told.clear()
 
 
 async def drop_connections(redis: Redis) -> None:

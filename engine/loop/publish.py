@@ -11,19 +11,14 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 
 from engine.cache.changes import KeyChanges
-from engine.common.redis_client import (
-    REDIS_DEADLINE_S,
-    REDIS_ERRORS,
-    Outage,
-    connect,
-    drop_connections,
-    raise_if_cancelled,
-)
+from engine.common.redis_client import REDIS_DEADLINE_S, REDIS_ERRORS, connect, drop_connections
+from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.events import Keys, MessageKind, RegistryMessage, Tier, encode
 from engine.contract.fetch_costs import pack_fetch_costs
 from engine.contract.keys import PrefixKey
@@ -110,8 +105,7 @@ class Publisher:
         self._fleet_heard_at_s = -math.inf
         self._wake = asyncio.Event()
         self._full = asyncio.Event()
-        self._outage = Outage()
-        self.connected = False
+        self._outage = Outage(log, "registry", "gateways hear nothing from this engine until it answers")
         self.stats = PublisherStats()
 
     def offer(self, changes: KeyChanges) -> None:
@@ -149,47 +143,36 @@ class Publisher:
             configured=True, connected=self.connected, pending_keys=len(self._pending), **asdict(self.stats)
         )
 
+    @property
+    def connected(self) -> bool:
+        """Whether the last message reached Redis."""
+        return self._outage.is_connected
+
     async def run(self) -> None:
         """Publish until cancelled. No failure ends it. On cancellation it gives up the lease."""
-        backoff_s = 0.1
         redis = connect(self._redis_url)
+
+        async def step() -> None:
+            try:
+                async with asyncio.timeout(2 * REDIS_DEADLINE_S):
+                    await self._flush(redis)
+            except Exception:
+                self.stats.failures += 1
+                self._needs_snapshot = True
+                raise
+            self._outage.succeeded()
+            await self._wait_for_work()
+
         try:
-            while True:
-                raise_if_cancelled()
-                try:
-                    async with asyncio.timeout(2 * REDIS_DEADLINE_S):
-                        await self._flush(redis)
-                    self._succeeded()
-                    backoff_s = 0.1
-                    await self._wait_for_work()
-                except Exception as error:  # outermost loop: one defect must not silence the engine for good
-                    self._failed(error)
-                    await drop_connections(redis)
-                    await asyncio.sleep(backoff_s)
-                    backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await keep_trying(step, self._outage, partial(drop_connections, redis), longest_pause_s=MAX_BACKOFF_S)
         finally:
-            self.connected = False
+            self._outage.is_connected = False
             try:
                 async with asyncio.timeout(REDIS_DEADLINE_S):
                     await redis.delete(snapshot_key(self._origin.model, self._origin.pod_id))
             except REDIS_ERRORS:
                 log.info("registry: Redis is away; the lease ends by itself")
             await redis.aclose()
-
-    def _succeeded(self) -> None:
-        if not self.connected:
-            log.info("registry: publishing to Redis")
-        self.connected = True
-        self._outage.end()
-
-    def _failed(self, error: Exception) -> None:
-        self.stats.failures += 1
-        self._needs_snapshot = True
-        self.connected = False
-        if self._outage.is_news(error):
-            defect = None if isinstance(error, REDIS_ERRORS) else error
-            text = str(error) or type(error).__name__
-            log.warning("registry: cannot publish to Redis, will keep trying: %s", text, exc_info=defect)
 
     async def _wait_for_work(self) -> None:
         """Wait until a batch is full, its first change is old enough, the load has changed, or the heartbeat or a

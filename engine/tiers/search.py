@@ -16,8 +16,7 @@ from engine.tiers.stores.stats import LookupEnd, TierStats
 
 LOOKUP_SHARE = LATE_SHARE
 """A request waits for a look-up's answer for at most this share of its time to the first token without the blocks in
-question. Neither time includes the device's queue, in which the request waits anyway. The deadline of a fetch after the
-look-up counts from when the request could have started, so look-up and fetch together lose no more than this share."""
+question, without the device's queue. A fetch's deadline counts from the same moment, so both together lose no more."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,9 +21,8 @@ from loadgen.sweep.saturation import MIN_ACHIEVED_SHARE, achieved_share, reason
 from loadgen.sweep.search import Search
 
 LATENCIES = 10
-"""Least duration of a step, in median end-to-end latencies of the step below. While a fleet fills up, each request
-takes longer than the one before, as it does behind a growing queue. If a step looks saturated because requests end
-late, and it was shorter than this many times its own latency, it is played again for that long."""
+"""Least duration of a step, in median end-to-end latencies of the step below: a fleet that fills up looks saturated. A
+step that looks saturated and was shorter than this many of its own latencies is played again for that long."""
 OVERLOADED = 3.0
 """A step is not played again if its latency is over this many times that of the step below: a fleet that only fills up
 slows down less."""

@@ -10,9 +10,8 @@ from loadgen.measure.validity import LATE_TWICE, MAX_LAG_SHARE
 from loadgen.result.model import Arm, Contrast, Summary
 
 SHARE_OF_INTERVAL = 0.25
-"""Allowed shift, as a share of half the interval's width. If a figure is shifted by a quarter of the half-width of
-its 95 % interval (0.49 standard errors), the interval still covers the true value in 92 % of experiments (normal
-law)."""
+"""Allowed shift, as a share of half the interval's width. At a quarter (0.49 standard errors) a 95 % interval still
+covers the true value in 92 % of experiments (normal law)."""
 MOST_LAG_SHARE = 2 * MAX_LAG_SHARE
 """Allowed share of the means, even if the interval is wide: with more, the generator is part of the measurement."""
 

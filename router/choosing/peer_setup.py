@@ -13,7 +13,7 @@ from router.choosing.chooser import Chooser
 from router.choosing.peer_reports import PeerReports
 from router.fleet.fleet import FleetChange
 from router.fleet.pod import Pod
-from router.peer_sync.learnt_sync import LearntSource, LearntSync
+from router.peer_sync.keyed_values import KeyedValues, ValueKind
 from router.peer_sync.messages import Life
 from router.peer_sync.outbox import Outbox
 from router.peer_sync.peers import Peers
@@ -22,6 +22,7 @@ from router.peer_sync.sender import PeerSender
 from router.peer_sync.sent_reports import SentReports
 from router.peer_sync.shared_state import SharedState
 from router.peer_sync.wire import RedisWire
+from router.registry.learnt import Learnt
 from router.views.types import PodId
 
 
@@ -63,7 +64,7 @@ class PeerSync:
         pod_of: Callable[[PodId], Pod | None],
         chooser: Chooser,
         sent_reports: SentReports,
-        learning: LearntSource,
+        learnt: ValueKind[Learnt],
         *,
         stride: int,
     ) -> None:
@@ -74,7 +75,7 @@ class PeerSync:
         self.publisher = PeerSender(RedisWire(redis_url), shared)
         self.reader = PeerReader(self._reader_wire, shared)
 
-        self._learnt = LearntSync(redis_url, learning)
+        self._learnt = KeyedValues(redis_url, learnt)
 
     async def start(self) -> Sequence[tuple[str, Coroutine[Any, Any, None]]]:
         """Load what others have learnt, and return the names and coroutines of the work to run until the end.
@@ -120,10 +121,10 @@ def make_peer_sync(
     pod_of: Callable[[PodId], Pod | None],
     chooser: Chooser,
     sent_reports: SentReports,
-    learning: LearntSource,
+    learnt: ValueKind[Learnt],
     stride: int,
 ) -> PeerSync | NoPeerSync:
     """Return the sharing of this gateway. `redis_url`, `outbox`: None if nothing is shared."""
     if redis_url is None or outbox is None:
         return NoPeerSync()
-    return PeerSync(redis_url, outbox, pod_of, chooser, sent_reports, learning, stride=stride)
+    return PeerSync(redis_url, outbox, pod_of, chooser, sent_reports, learnt, stride=stride)

@@ -13,7 +13,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.common.redis_client import raise_if_cancelled
+from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.events import DecodeError, UnknownVersion
 from router.peer_sync.assumed_snapshot import decode_snapshot
 from router.peer_sync.codec import decode
@@ -32,7 +33,6 @@ SILENCE_S = 10.0
 """If not even this gateway's own messages came for this long, the address may lead to another server by now."""
 WISH_S = 1.0
 """Seconds between two wishes, and between a load that found nothing and the wish that follows it."""
-MAX_BACKOFF_S = 0.5
 COMPLAINT_S = 60.0
 """The same complaint is logged this often."""
 
@@ -107,12 +107,11 @@ class PeerReader:
         self._heard_at_s = 0.0
         self._pace = ReadPace()
         self._changed = asyncio.Event()
-        self._outage = Outage()
+        self._outage = Outage(log, "gateways", "this one goes by what it knows")
         self._complaints: dict[str, float] = {}
-        self._connected = False
         self._heard = self._refused = self._unknown = self._gaps = 0
         self._lag_s = 0.0
-        self._last_error: str | None = None
+        self._complaint: str | None = None
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class PeerReader:
         now_s = asyncio.get_running_loop().time()
         return PeerSyncStatus(
             sharing=True,
-            connected=self._connected,
+            connected=self._outage.is_connected,
             gateways=[
                 PeerSeen(other.name, f"{other.life:016x}", max(0.0, now_s - other.heard_at_s), len(other.in_flight))
                 for other in self._others.gateways()
@@ -163,26 +162,17 @@ class PeerReader:
             gaps=self._gaps,
             pods=len(self._told),
             lag_s=self._lag_s,
-            last_error=self._last_error,
+            last_error=self._outage.last_error or self._complaint,
         )
 
     async def run(self) -> None:
         """Follow the other gateways until cancelled."""
-        backoff_s = 0.1
-        while True:
-            raise_if_cancelled()
-            try:
-                await self._follow()
-            except REDIS_ERRORS as error:
-                self._disconnected(error)
-            except Exception as error:  # outermost loop: a defect in one message must not end the reading
-                self._disconnected(error, defect=error)
-            backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
-            self._connected = False
-            self._others.expire(asyncio.get_running_loop().time())
-            self._clock.lost()
-            await self._wire.reset()
-            await asyncio.sleep(backoff_s)
+        await keep_trying(self._follow, self._outage, self._reset)
+
+    async def _reset(self) -> None:
+        self._others.expire(asyncio.get_running_loop().time())
+        self._clock.lost()
+        await self._wire.reset()
 
     # -- one connection ---------------------------------------------------------------------------------------
 
@@ -203,10 +193,9 @@ class PeerReader:
             if entries:
                 self._heard_at_s = clock()
                 self._lag_s = max(0.0, clock() - self._clock.here(sent_at(self._tail)))
-            if not self._connected:
-                log.info("gateways: hearing what the others tell")
-                self._connected, self._last_error = True, None
-                self._outage.end()
+            if not self._outage.is_connected:
+                self._complaint = None
+            self._outage.succeeded()
             self._others.expire(clock())
             self._make_wishes()
             await self._clock.sync(self._wire)
@@ -355,14 +344,9 @@ class PeerReader:
 
     # -- trouble ----------------------------------------------------------------------------------------------
 
-    def _disconnected(self, error: Exception, *, defect: Exception | None = None) -> None:
-        self._last_error = f"Redis: {error or type(error).__name__}"
-        if self._outage.is_news(error):
-            log.warning("gateways: %s; this one uses what it knows", self._last_error, exc_info=defect)
-
     def _complain(self, text: str) -> None:
         now_s = asyncio.get_running_loop().time()
-        self._last_error = text
+        self._complaint = text
         if now_s - self._complaints.get(text, -math.inf) > COMPLAINT_S:
             if len(self._complaints) > 64:
                 self._complaints.clear()

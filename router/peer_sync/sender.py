@@ -7,7 +7,8 @@ import logging
 import math
 from contextlib import suppress
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.common.redis_client import REDIS_ERRORS
+from engine.common.redis_loop import Outage, keep_trying
 from router.peer_sync.assumed_snapshot import encode_snapshot
 from router.peer_sync.codec import encode
 from router.peer_sync.messages import PeerMessage, Routed
@@ -26,7 +27,6 @@ TICK_S = 0.1
 """How often the publisher looks for other work."""
 EARLY_S = 0.001
 """What is due within this time is done now: timers and sums of times are rounded."""
-LONGEST_BACKOFF_S = 0.5
 LAST_WORD_S = 2.0
 """Seconds to send the remaining events, and to write what has changed, when the gateway stops."""
 
@@ -49,35 +49,31 @@ class PeerSender:
         self._sent_at_s = -math.inf
         self._listed_at_s = -math.inf
         self._tick_s = -math.inf
-        self._outage = Outage()
+        self._outage = Outage(log, "gateways", "the others hear nothing from this one")
         self.sent = 0
         """Messages sent."""
         self.sent_bytes = 0
         self.written = 0
         """Times that a pod's beliefs were written."""
-        self.last_error: str | None = None
         shared.outbox.on_first = self._wake.set
 
     async def run(self) -> None:
         """Send and write until cancelled."""
-        backoff_s = 0.1
-        while True:
-            raise_if_cancelled()
-            try:
-                await self._wait()
-                await self._step()
-            except REDIS_ERRORS as error:
-                self.last_error = f"Redis: {error or type(error).__name__}"
-                if self._outage.is_news(error):
-                    log.warning("gateways: %s; the others hear nothing from this one", self.last_error)
-                await self._wire.reset()
-                self._clock.lost()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-            else:
-                backoff_s = 0.1
-                self.last_error = None
-                self._outage.end()
+        await keep_trying(self._turn, self._outage, self._reset)
+
+    @property
+    def last_error(self) -> str | None:
+        """The error of the present outage."""
+        return self._outage.last_error
+
+    async def _turn(self) -> None:
+        await self._wait()
+        await self._step()
+        self._outage.succeeded()
+
+    async def _reset(self) -> None:
+        await self._wire.reset()
+        self._clock.lost()
 
     async def close(self) -> None:
         """Once `run` has ended, send the remaining events and say that this gateway stops. At most LAST_WORD_S."""

@@ -16,7 +16,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.common.redis_client import raise_if_cancelled
+from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.events import DecodeError, Decoder, MessageKind, RegistryMessage, UnknownVersion
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
@@ -40,7 +41,6 @@ SNAPSHOTS_AT_A_TIME = 8
 RETRY_S = 0.5
 """Seconds until a pod's snapshot is looked for again. In a large fleet, pods that were never heard wait longer."""
 EXPIRE_EVERY_S = 0.1
-MAX_BACKOFF_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,6 @@ class RegistryReader:
         self._lease_s = lease_s
         self._feeds: dict[PodId, PodFeed] = {}
         self._tails: dict[str, bytes] = {}
-        self._connected = False
         self._heard_at_s = 0.0
         self._applied_at_s = -math.inf
         """When a followed pod was last heard; -inf (not known) after a pod has gone."""
@@ -96,8 +95,7 @@ class RegistryReader:
         self._resyncs = 0
         self._refused = 0
         self._unknown = 0
-        self._last_error: str | None = None
-        self._outage = Outage()
+        self._outage = Outage(log, "registry", "routing goes on with what is known")
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class RegistryReader:
         now_s = asyncio.get_running_loop().time()
         complaints = [f.complaint for f in self._feeds.values() if now_s - f.complained_at_s < self._lease_s]
         return RegistryStatus(
-            connected=self._connected,
+            connected=self._outage.is_connected,
             pods_known=len(self._feeds),
             pods_synced=sum(feed.synced for feed in self._feeds.values()),
             expired=self.expired,
@@ -153,26 +151,16 @@ class RegistryReader:
             resyncs=self._resyncs,
             refused=self._refused,
             unknown=self._unknown,
-            last_error=self._last_error or next(filter(None, complaints), None),
+            last_error=self._outage.last_error or next(filter(None, complaints), None),
         )
 
     async def run(self) -> None:
         """Follow the registry until cancelled."""
-        backoff_s = 0.1
-        while True:
-            raise_if_cancelled()
-            try:
-                await self._follow()
-            except REDIS_ERRORS as error:
-                self._disconnected(error)
-            except Exception as error:  # outermost loop: a defect in one message must not end the registry
-                self._disconnected(error, defect=error)
-            else:
-                continue
-            backoff_s = 0.1 if self._connected else min(2 * backoff_s, MAX_BACKOFF_S)
-            self._connected = False
-            self._expire()
-            await asyncio.sleep(backoff_s)
+        await keep_trying(self._follow, self._outage, self._lost)
+
+    async def _lost(self) -> None:
+        """Note that Redis is away: leases run out."""
+        self._expire()
 
     # -- one connection ---------------------------------------------------------------------------------------
 
@@ -192,10 +180,7 @@ class RegistryReader:
                 raise_if_cancelled()
                 await self._load_missing(redis)
                 is_behind = await self._read(redis)
-                if not self._connected:
-                    log.info("registry: following Redis")
-                self._connected, self._last_error = True, None
-                self._outage.end()
+                self._outage.succeeded()
                 if clock() >= self._expire_at_s:
                     self._expire()
                 if not is_behind and len(self._feeds) > SMALL_FLEET:
@@ -399,11 +384,6 @@ class RegistryReader:
                 self._index.drop(pod)
                 feed.lost()
                 feed.epoch = None
-
-    def _disconnected(self, error: Exception, *, defect: Exception | None = None) -> None:
-        self._last_error = f"Redis: {error or type(error).__name__}"
-        if self._outage.is_news(error):
-            log.warning("registry: %s; routing goes on with what is known", self._last_error, exc_info=defect)
 
     def _complain(self, pod: PodId, text: str) -> None:
         feed = self._feeds.get(pod)

@@ -39,7 +39,8 @@ from router.fleet.pod import Pod
 from router.fleet.probe import HttpProbe
 from router.fleet.scrape import Scraper
 from router.forwarding.tracing import SERVICE, run_tracer
-from router.peer_sync.share_sync import ShareSync
+from router.peer_sync.keyed_values import KeyedValues
+from router.peer_sync.shares import TrafficShareValues
 from router.reading.names import Names
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
@@ -378,7 +379,10 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     async with contextlib.AsyncExitStack() as running:
         if isinstance(registry, RegistryReader):
             await running.enter_async_context(kept(app, "the registry", registry.run()))
-            shares = ShareSync(app[SETTINGS].redis_url or "", app[CHOOSER].name, app[CHOOSER].shares)
+            shares = KeyedValues(
+                app[SETTINGS].redis_url or "", TrafficShareValues(app[CHOOSER].name, app[CHOOSER].shares)
+            )
+            running.push_async_callback(shares.close)
             await running.enter_async_context(kept(app, "the exchange of shares", shares.run()))
         if isinstance(peer_sync, PeerSync):
             running.push_async_callback(peer_sync.close)

@@ -7,12 +7,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 from redis.asyncio import Redis
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, drop_connections, raise_if_cancelled
+from engine.common.redis_client import REDIS_ERRORS, drop_connections
+from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.redis_keys import place_key
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Places:
         self._pending: OrderedDict[str, Place | None] = OrderedDict()
         """Places to be written; None: the place is gone."""
         self._has_pending = asyncio.Event()
-        self._outage = Outage()
+        self._outage = Outage(log, "places of conversations", "they are not shared")
 
     def __len__(self) -> int:
         return len(self._known)
@@ -100,7 +102,7 @@ class Places:
             async with asyncio.timeout(ASK_S):
                 (value,) = await self._redis.mget([place_key(name)])
         except REDIS_ERRORS as error:
-            self._failed(error)
+            self._outage.failed(error)
             return None
         place = _read(value)
         if place is not None:
@@ -110,28 +112,21 @@ class Places:
     async def run(self) -> None:
         """Write what is shared, until cancelled. A place that cannot be written is skipped: it is still known here."""
         assert self._redis is not None
-        while True:
-            raise_if_cancelled()
-            await self._has_pending.wait()
-            batch = [self._pending.popitem(last=False) for _ in range(min(WRITTEN_AT_ONCE, len(self._pending)))]
-            if not self._pending:
-                self._has_pending.clear()
-            try:
-                pipe: Any = self._redis.pipeline(transaction=False)
-                for name, place in batch:
-                    if place is None:
-                        pipe.set(place_key(name), b"", ex=1)  # means no place; DEL would need one more permission
-                    else:
-                        pipe.set(place_key(name), orjson.dumps(asdict(place)), ex=round(PLACE_TTL_S))
-                await pipe.execute()
-                self._outage.end()
-            except REDIS_ERRORS as error:
-                self._failed(error)
-                await drop_connections(self._redis)
+        await keep_trying(partial(self._write, self._redis), self._outage, partial(drop_connections, self._redis))
 
-    def _failed(self, error: BaseException) -> None:
-        if self._outage.is_news(error):
-            log.warning("places of conversations are not shared: %s", error or type(error).__name__)
+    async def _write(self, redis: Redis) -> None:
+        await self._has_pending.wait()
+        batch = [self._pending.popitem(last=False) for _ in range(min(WRITTEN_AT_ONCE, len(self._pending)))]
+        if not self._pending:
+            self._has_pending.clear()
+        pipe: Any = redis.pipeline(transaction=False)
+        for name, place in batch:
+            if place is None:
+                pipe.set(place_key(name), b"", ex=1)  # means no place; DEL would need one more permission
+            else:
+                pipe.set(place_key(name), orjson.dumps(asdict(place)), ex=round(PLACE_TTL_S))
+        await pipe.execute()
+        self._outage.succeeded()
 
 
 def _read(value: object) -> Place | None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from engine.common.redis_client import REDIS_ERRORS, Outage, raise_if_cancelled
+from engine.common.redis_client import REDIS_ERRORS, raise_if_cancelled
+from engine.common.redis_loop import Outage
 from engine.contract.errors import TooManyRequests
 from router.tenants.ledger import PERIOD_S, WINDOW_S, Grant, Ledger, Report
 from router.tenants.local_ledger import LocalLedger
@@ -98,7 +99,9 @@ class Limiter:
         self._local = LocalLedger(self._clock)
         self._quotas: dict[str, Quota] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._outage = Outage()
+        self._outage = Outage(
+            log, "tenants' limits", "this gateway keeps its part of each limit by itself", level=logging.ERROR
+        )
         self._gateways = 1
         self.is_alone = False
         """Whether the shared ledger fails, so that this gateway keeps its part of the limits by itself."""
@@ -189,18 +192,11 @@ class Limiter:
             self._fails(error)
             return
         self.is_alone = False
-        self._outage.end()
-        log.info("tenants' limits: the shared ledger is back")
+        self._outage.succeeded()
 
     def _fails(self, error: BaseException) -> None:
         self.is_alone = True
-        if self._outage.is_news(error):
-            why = str(error) or type(error).__name__
-            log.error(
-                "tenants' limits: the shared ledger cannot be used: %s; this gateway keeps 1/%d of each limit",
-                why,
-                self._gateways,
-            )
+        self._outage.failed(error)
 
     async def close(self) -> None:
         """Give back what is held."""

@@ -17,9 +17,8 @@ from engine.sched.plan import PENDING, SequenceChunk
 
 _MIN_TABLE_TOKENS = 1024
 _FINE_TABLE_TOKENS = 8192
-"""Tokens up to which table widths double; beyond they quadruple. There are few widths, because each needs its own grid
-and CUDA graph. Up to this width a wider table makes the decode kernel launch more programs for each row, and with a
-short sequence most of these programs have nothing to do."""
+"""Tokens up to which table widths double; beyond they quadruple. Each width needs its own grid and CUDA graph, and a
+width far above a sequence's length launches programs that have nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

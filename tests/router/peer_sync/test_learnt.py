@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 
 from engine.contract.events import DecodeError
 from engine.contract.redis_keys import LEARNT_KEY
-from router.peer_sync.learnt_sync import KEPT_S, LearntSync
+from router.choosing.learnt_values import LearntValues
+from router.peer_sync.keyed_values import KeyedValues
 from router.registry.learnt import Learnt, LearntRoom, LearntTokens, decode_learnt, encode_learnt
 from router.registry.room import Taken
 from router.registry.speculation import Speculation
@@ -125,27 +126,25 @@ def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
         decode_learnt(data)
 
 
-class Source:
+class Source(LearntValues):
     """The knowledge of one gateway."""
 
     def __init__(self, **learnt: Learnt) -> None:
         self.known: dict[str, Learnt | None] = {**learnt}
         self.expected: dict[str, Learnt] = {}
 
-    def models(self) -> Iterable[str]:
-        return list(self.known)
+    def own(self, name: str, now_s: float) -> Iterable[tuple[str, Learnt]]:
+        assert name == LEARNT_KEY
+        return [(model, learnt) for model, learnt in self.known.items() if learnt is not None]
 
-    def learnt(self, model: str) -> Learnt | None:
-        return self.known[model]
-
-    def expect(self, model: str, learnt: Learnt) -> None:
-        self.expected[model] = learnt
+    def use(self, name: str, field: str, value: Learnt, written_s: float) -> None:
+        self.expected[field] = value
 
 
 async def loaded(redis: RedisServer) -> dict[str, Learnt]:
     """Return what a gateway starts with."""
     source = Source()
-    sync = LearntSync(redis.url, source)
+    sync = KeyedValues(redis.url, source)
     await sync.load()
     await sync.close()
     return source.expected
@@ -156,23 +155,23 @@ async def test_a_gateway_begins_with_what_the_last_one_knew_of_each_model(redis_
     first, second = Source(m=RECORD, n=RECORD), Source(m=RECORD, new=Learnt())
     second.known["nothing"] = None
     for source in (first, second):
-        await LearntSync(redis_server.url, source).close()
+        await KeyedValues(redis_server.url, source).close()
     newer = replace(RECORD, tokens=LearntTokens(1.0, 2.0, 3.0))
     second.known["m"] = newer
-    await LearntSync(redis_server.url, second).close()
+    await KeyedValues(redis_server.url, second).close()
     assert await loaded(redis_server) == {"m": newer, "n": RECORD, "new": Learnt()}
 
 
 async def test_what_is_learnt_is_written_while_the_gateway_runs(redis_server: RedisServer) -> None:
     source = Source(m=RECORD)
-    sync = LearntSync(redis_server.url, source)
+    sync = KeyedValues(redis_server.url, source)
     running = asyncio.create_task(sync.run())
     async with Redis.from_url(redis_server.url) as redis:
         for _ in range(600):
             if await redis.hget(LEARNT_KEY, "m") is not None:
                 break
             await asyncio.sleep(0.05)
-        assert 0 < await redis.ttl(LEARNT_KEY) <= KEPT_S
+        assert 0 < await redis.ttl(LEARNT_KEY) <= LearntValues.kept_s
     running.cancel()
     await asyncio.wait((running,))
     await sync.close()
@@ -182,8 +181,8 @@ async def test_old_and_broken_records_are_passed_over(redis_server: RedisServer)
     async with Redis.from_url(redis_server.url) as redis:
         now_s = (await redis.time())[0]
         records: dict[Any, Any] = {
-            "old": encode_learnt(RECORD, now_s - KEPT_S - 60),
-            "ahead": encode_learnt(RECORD, now_s + KEPT_S + 60),
+            "old": encode_learnt(RECORD, now_s - LearntValues.kept_s - 60),
+            "ahead": encode_learnt(RECORD, now_s + LearntValues.kept_s + 60),
             "broken": b"{",
             b"\xff": encode_learnt(RECORD, now_s),
             "m": encode_learnt(RECORD, now_s),
@@ -197,7 +196,7 @@ async def test_old_and_broken_records_are_passed_over(redis_server: RedisServer)
 
 async def test_without_redis_a_gateway_learns_by_itself(unused_tcp_port: int) -> None:
     source = Source(m=RECORD)
-    sync = LearntSync(f"redis://127.0.0.1:{unused_tcp_port}", source)
+    sync = KeyedValues(f"redis://127.0.0.1:{unused_tcp_port}", source)
     async with asyncio.timeout(30):
         await sync.load()
         await sync.close()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from engine.contract.events import DecodeError, MessageKind, RegistryMessage, Tier, decode, encode
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, StepCost
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, snapshot_key, stream_key
-from router.peer_sync import share_sync
-from router.peer_sync.share_sync import decode_report, encode_report
+from router.peer_sync import shares as share_values
+from router.peer_sync.shares import decode_report, encode_report
 from router.registry import reader
 from router.routing.shares import TrafficShares
 from router.views.pod_state import PodState
@@ -105,47 +105,53 @@ def test_whatever_is_believed_of_a_load_can_be_looked_at(noise: bytes, later_s: 
 
 numbers = st.integers(-3, 2**70) | st.floats() | st.text(max_size=5) | st.none() | st.booleans()
 items = st.tuples(numbers, numbers, numbers) | st.lists(numbers, max_size=4)
-reports = st.tuples(numbers, st.lists(items, max_size=4) | numbers, numbers) | st.lists(numbers, max_size=4)
+reports = st.tuples(numbers, st.lists(items, max_size=4) | numbers, numbers, numbers) | st.lists(numbers, max_size=4)
 plain = st.tuples(
-    st.floats(0, 1e6), st.lists(st.tuples(st.integers(0, 2**64 - 1), st.none(), st.floats(0, 1e6)), max_size=4)
+    st.floats(0, 1e6),
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.none(), st.floats(0, 1e6)), max_size=4),
+    st.floats(0, 1e10),
+    st.floats(0, 1e6),
 )
 
 
 @given(st.binary(max_size=60) | (reports | plain).map(lambda value: json.dumps(value).encode()))
-def test_any_share_report_is_read_or_left(data: bytes) -> None:
-    decoded = decode_report(data)
-    if decoded is not None:
-        report, written_s = decoded
-        shares = TrafficShares(half_life_s=60.0, limit=100, depth_strides=8)
-        shares.merge("other", report, 1.0)
-        shares.popular(0.01, 2.0)
-        encode_report(report, written_s or 0.0)
+def test_any_share_report_is_read_or_refused(data: bytes) -> None:
+    try:
+        report, written_s = decode_report(data)
+    except DecodeError:
+        return
+    shares = TrafficShares(half_life_s=60.0, limit=100, depth_strides=8)
+    shares.merge("other", report, 1.0)
+    shares.popular(0.01, 2.0)
+    encode_report(report, written_s)
 
 
 @given(plain)
 def test_proper_share_reports_are_read(value: Any) -> None:
-    decoded = decode_report(json.dumps(value).encode())
-    assert decoded is not None
-    assert len(decoded[0].keys) == len(value[1])
+    report, _ = decode_report(json.dumps(value).encode())
+    assert len(report.keys) == len(value[1])
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"[1e999, [], 1]",
-        b"[1, [[1e999, null, 1]], 1]",
-        b"[1, [[-1, null, 1]], 1]",
-        b"[1, [[18446744073709551616, null, 1]]]",
+        b"[1e999, [], 1, 0]",
+        b"[1, [[1e999, null, 1]], 1, 0]",
+        b"[1, [[-1, null, 1]], 1, 0]",
+        b"[1, [[18446744073709551616, null, 1]], 1, 0]",
         b"[1, [], 1, 1e999]",
         b"[1, [], 1, -1]",
         b'[1, [], 1, "much"]',
+        b"[1, [], 1, 0, 2]",
     ],
 )
-def test_absurd_share_reports_are_left(data: bytes) -> None:
-    assert decode_report(data) is None
+def test_absurd_share_reports_are_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode_report(data)
 
 
 def test_share_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_sync, "MAX_ITEMS", 2)
-    assert decode_report(b"[1, [[1, null, 1], [2, 1, 1]], 1]") is not None
-    assert decode_report(b"[1, [[1, null, 1], [2, 1, 1], [3, 1, 1]], 1]") is None
+    monkeypatch.setattr(share_values, "MAX_ITEMS", 2)
+    decode_report(b"[1, [[1, null, 1], [2, 1, 1]], 1, 0]")
+    with pytest.raises(DecodeError):
+        decode_report(b"[1, [[1, null, 1], [2, 1, 1], [3, 1, 1]], 1, 0]")

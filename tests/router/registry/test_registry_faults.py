@@ -12,7 +12,8 @@ import redis
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisAway
 
-from engine.common.redis_client import Outage, connect
+from engine.common.redis_client import connect
+from engine.common.redis_loop import Outage
 from engine.contract.events import Keys, Tier
 from engine.contract.load import LoadReport
 from engine.contract.redis_keys import stream_key
@@ -93,7 +94,7 @@ async def test_an_error_behind_another_is_logged(
         await asyncio.Event().wait()
 
     monkeypatch.setattr("engine.loop.publish.MAX_BACKOFF_S", 0.01)
-    monkeypatch.setattr("router.registry.reader.MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("engine.common.redis_loop.LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(
         *((engine.publisher, "_flush", fail) if side == "engine" else (gateway.reader, "_follow", fail))
     )
@@ -104,13 +105,20 @@ async def test_an_error_behind_another_is_logged(
     assert [["away" in text, "wrong password" in text] for text in told] == [[True, False], [False, True]]
 
 
-def test_an_outage_of_ever_new_errors_is_not_told_without_end() -> None:
-    outage = Outage()
-    told = [outage.is_news(RedisAway(f"error {i}")) for i in range(100)]
-    assert told[0]
-    assert sum(told) < 10
-    outage.end()
-    assert outage.is_news(RedisAway("error 0"))
+def test_an_outage_of_ever_new_errors_is_not_logged_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage(logging.getLogger("exchange"), "exchange", "it waits")
+
+    def logged() -> int:
+        return sum(record.levelno == logging.WARNING for record in caplog.records)
+
+    for i in range(100):
+        outage.failed(RedisAway(f"error {i}"))
+    assert 0 < (first := logged()) < 10
+    assert (outage.failures, outage.is_connected, outage.last_error) == (100, False, "Redis: error 99")
+    outage.succeeded()
+    assert (outage.is_connected, outage.last_error) == (True, None)
+    outage.failed(RedisAway("error 0"))
+    assert logged() == first + 1
 
 
 async def test_two_engines_of_one_id_are_named_and_cost_little(redis_server: RedisServer) -> None:

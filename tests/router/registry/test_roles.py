@@ -22,10 +22,11 @@ from engine.contract.redis_keys import (
     stream_key,
 )
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
-from router.peer_sync.learnt_sync import LearntSync
-from router.peer_sync.share_sync import ShareSync
+from router.peer_sync.keyed_values import KeyedValues
+from router.peer_sync.shares import TrafficShareValues
 from router.peer_sync.wire import RedisWire
 from router.registry.learnt import Learnt, LearntRoom
+from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
 from router.tenants.ledger import Report
 from router.tenants.redis_ledger import RedisLedger
@@ -73,8 +74,11 @@ async def test_what_an_engine_publishes_as_its_user_a_gateway_reads_as_its_own(u
 async def test_gateways_exchange_shares_as_their_user(users: RedisServer) -> None:
     shares = TrafficShares(half_life_s=60.0, limit=100, depth_strides=8)
     shares.record((PrefixKey(1), PrefixKey(2)), 3.0, 0.0)
+    values = TrafficShareValues("one", lambda: {MODEL: ModelShares("one", shares)})
+    exchange = KeyedValues(As(users, "gateway").url, values)
+    await exchange.load()
+    await exchange.close()
     async with connect(As(users, "gateway").url) as client:
-        await ShareSync(users.url, "one", lambda: {MODEL: shares})._exchange(client, MODEL, shares)
         assert set(await client.hgetall(shares_key(MODEL))) == {b"one"}
         await client.hdel(shares_key(MODEL), "one")
 
@@ -94,8 +98,8 @@ async def test_gateways_tell_each_other_as_their_user(users: RedisServer) -> Non
 
 async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisServer) -> None:
     record, source = Learnt(rooms={PodId("a"): LearntRoom(9.0, None)}), Source()
-    await LearntSync(As(users, "gateway").url, Source(m=record)).close()
-    await (sync := LearntSync(As(users, "gateway").url, source)).load()
+    await KeyedValues(As(users, "gateway").url, Source(m=record)).close()
+    await (sync := KeyedValues(As(users, "gateway").url, source)).load()
     await sync.close()
     assert source.expected == {"m": record}
 

@@ -25,9 +25,8 @@ from engine.backend.cuda.kernels.early import early, follow
 from engine.backend.cuda.kernels.step import DecodeTensors
 
 PART_TOKENS = 256
-"""The least length of a part. A single sequence of 8k tokens then makes 32 parts for each KV head. With 4 KV heads
-these occupy nearly all multiprocessors of a Hopper card. Writing and reading the partial sums of 4 query heads moves
-3 % as many bytes as a part's keys and values have."""
+"""The least length of a part: a sequence of 8k tokens and 4 KV heads fills a Hopper card, and the partial sums are 3 %
+of the bytes of a part's keys and values."""
 MAX_PARTS = 32
 """Longer sequences get longer parts: more parts would only make the sum over them, and the grid, larger."""
 DOT_ROWS = 16
