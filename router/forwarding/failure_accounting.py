@@ -32,7 +32,7 @@ class Blame:
         assert attempt.error is not None
         assert attempt.outcome is not None
         exchange.error = attempt.error.detail
-        self._metrics.retried(attempt.reason)
+        self._metrics.attempts.retried(attempt.reason)
         if attempt.outcome is Outcome.FULL:
             attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
         if attempt.outcome is Outcome.UNREACHABLE:

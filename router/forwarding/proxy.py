@@ -109,7 +109,7 @@ class Proxy:
                 is_on_budget = attempts[-1].outcome is not Outcome.LEAVING
                 if is_on_budget and not self._retries.take(self._inside):
                     self._chooser.undo(inbound, choice)
-                    self._metrics.retry_refused()
+                    self._metrics.attempts.retry_refused()
                     break
             attempt = self._begin(exchange, inbound, choice)
             attempt.is_on_budget = len(attempts) > 1 and is_on_budget
@@ -309,7 +309,7 @@ class Proxy:
                 begun = exchange.begun = await self._begin_answer(request, exchange, inbound, admitted, opened, attempt)
                 on_first_sent = admitted.let_go
             else:
-                self._metrics.attempt_broke("resumed")
+                self._metrics.attempts.attempt_broke("resumed")
             relay = Relay(
                 body,
                 begun.writer,
@@ -376,7 +376,7 @@ class Proxy:
         if not why:
             exchange.breaks += 1
             return False
-        self._metrics.attempt_broke(why)
+        self._metrics.attempts.attempt_broke(why)
         await self._end_broken(request, begun)
         return True
 
@@ -399,7 +399,7 @@ class Proxy:
         try:
             response = await self._rest(request, exchange, inbound, admitted, begun)
             if response is None and not await self._end_complete(exchange, inbound, begun):
-                self._metrics.attempt_broke("failed")
+                self._metrics.attempts.attempt_broke("failed")
                 await self._end_broken(request, begun)
             is_over = True
             return response or begun.response
@@ -448,7 +448,7 @@ class Proxy:
         if missing is None:
             return False
         assert begun.relay is not None
-        self._metrics.attempt_broke("ended")
+        self._metrics.attempts.attempt_broke("ended")
         if missing:
             await begun.relay.say(missing)
         await begun.response.write_eof()
@@ -462,7 +462,7 @@ class Proxy:
         """
         assert begun.broke is not None
         assert begun.relay is not None
-        self._metrics.broke()
+        self._metrics.attempts.broke()
         begun.response.force_close()
         if begun.is_stream:
             await begun.relay.end_with(begun.broke.last_event(request.path, begun.next_number))

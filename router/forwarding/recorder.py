@@ -58,7 +58,7 @@ class Recorder:
         exchange.status = error.status
         exchange.error = error.detail if isinstance(error, UpstreamError) else error.message
         if isinstance(error, NoEngine):
-            self._metrics.unserved(error.model)
+            self._metrics.answers.unserved(error.model)
         elif isinstance(error, OutOfResources):
             self._lacks.note(error.lack)
         elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
@@ -75,15 +75,15 @@ class Recorder:
         choice = last.choice if last else None
         policy = choice.policy if choice else ""
         pod = choice.pod.pod_id if choice else ""
-        self._metrics.answered(policy, pod, exchange.status or 500)
+        self._metrics.answers.answered(policy, pod, exchange.status or 500)
         if last and choice and inbound and first_byte_s is not None:
-            self._metrics.first_byte(policy, first_byte_s - exchange.arrived_s)
+            self._metrics.answers.first_byte(policy, first_byte_s - exchange.arrived_s)
             if exchange.status == 200 and not inbound.is_by_load:
                 self._chooser.learn(inbound, choice, exchange.usage)
                 self._sessions.ended(exchange)
                 predicted_s = choice.decision.predicted_ttft_s
                 if predicted_s is not None and inbound.stream and not exchange.breaks:
-                    self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+                    self._metrics.decisions.predicted(predicted_s, first_byte_s - last.sent_s)
                     if choice.decision.rival is not None and inbound.prompts == 1:
                         self._look_back(choice.decision.rival, first_byte_s - last.sent_s, inbound, exchange)
         if self._tracer is not None and exchange.trace is not None and exchange.trace.is_sampled:
@@ -128,6 +128,6 @@ class Recorder:
     def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
         """Compare the choice with its rival, the best pod not chosen, now that the actual time is known."""
         tokens = exchange.usage.prompt_tokens
-        self._metrics.looked_back(
+        self._metrics.decisions.looked_back(
             regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)
         )

@@ -35,15 +35,17 @@ from router.startup.parts import (
     CHOOSER,
     DIED,
     DOOR,
+    EXPOSITION,
     FLEET,
     INDEX,
     LACKS,
     METRICS,
     PICKER,
+    POD_LIST,
+    READINESS,
     RECORDER,
     ROOM,
     SETTINGS,
-    STATUS,
 )
 
 log = logging.getLogger(__name__)
@@ -67,23 +69,23 @@ def build_metrics_app(app: web.Application, door: Door) -> web.Application:
     metrics_app = web.Application(middlewares=[errors])
     metrics_app.on_response_prepare.append(end_unread)
     metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", door))
-    metrics_app.router.add_get("/metrics", app[STATUS].metrics)
+    metrics_app.router.add_get("/metrics", app[EXPOSITION].page)
     return metrics_app
 
 
 def build_admin_app(app: web.Application, door: Door) -> web.Application:
     """Return the operators' application of the started `app`, for a port that no client reaches, behind `door`."""
-    status, admin, live = app[STATUS], app[ADMIN], make_live(app)
+    readiness, admin, live = app[READINESS], app[ADMIN], make_live(app)
     pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
     admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", door))
     admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
-        ("/health", status.health),
-        ("/ready", status.ready),
-        ("/metrics", status.metrics),
-        ("/v1/pods", status.pods),
+        ("/health", readiness.health),
+        ("/ready", readiness.ready),
+        ("/metrics", app[EXPOSITION].page),
+        ("/v1/pods", app[POD_LIST].pods),
         ("/ui", pages.page),
         ("/ui/events", pages.events),
         ("/ui/state", pages.state),
@@ -131,7 +133,7 @@ async def run_picker(app: web.Application) -> AsyncIterator[int]:
         settings.ext_proc_tls_cert_file or settings.tls_cert_file,
         settings.ext_proc_tls_key_file or settings.tls_key_file,
     )
-    async with serving(app[PICKER], app[STATUS].missing, listen) as port:
+    async with serving(app[PICKER], app[READINESS].missing, listen) as port:
         yield port
 
 

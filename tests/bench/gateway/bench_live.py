@@ -115,8 +115,8 @@ async def spent_ms(pods: int) -> float:
                 exchange = Exchange("request", began_s, began_s + 60)
                 exchange.inbound, exchange.status, exchange.first_byte_s = inbound, 200, began_s + 0.1
                 exchange.attempts = [cast(Any, SimpleNamespace(choice=choice, sent_s=began_s))]
-                metrics.answered("predicted_ttft", choice.pod.pod_id, 200)
-                metrics.first_byte("predicted_ttft", 0.1)
+                metrics.answers.answered("predicted_ttft", choice.pod.pod_id, 200)
+                metrics.answers.first_byte("predicted_ttft", 0.1)
                 at_s = time.thread_time()
                 live.ended(exchange)
                 spent_s += time.thread_time() - at_s
