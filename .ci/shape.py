@@ -73,10 +73,6 @@ EXCUSED = (
     Excused("lines", "tests/bench/engine/bench_cache_overhead.py::run", "still to mend"),
     Excused("lines", "tests/bench/engine/bench_gc.py::run_engine", "still to mend"),
     Excused("lines", "tests/bench/gateway/bench_live.py::spent_ms", "still to mend"),
-    Excused("lines", "tests/bench/gpu/report.py::as_markdown", "still to mend"),
-    Excused("lines", "tests/bench/gpu/sections.py::Bench._sections", "still to mend"),
-    Excused("lines", "tests/emulated_card/face.py::_work", "still to mend"),
-    Excused("lines", "tests/engine/common/otel/collector.py::_serve", "still to mend"),
     Excused("parameters", "tests/engine/cuda/kernels/test_attention_seam.py::Wrapper.plan", "still to mend"),
     Excused("parameters", "tests/engine/cuda/kernels/test_attention_seam.py::flash_attn_with_kvcache", "still to mend"),
     Excused("parameters", "tests/engine/tiers/test_shared_stateful.py::SharedMachine.start", "still to mend"),
@@ -84,7 +80,6 @@ EXCUSED = (
     Excused("lines", "tests/loadgen/output/results.py::summary", "still to mend"),
     Excused("parameters", "tests/loadgen/output/results.py::summary", "still to mend"),
     Excused("parameters", "tests/router/kubernetes/kube.py::pod", "still to mend"),
-    Excused("lines", "tests/router/picker/envoy.py::config", "still to mend"),
 )
 
 

@@ -127,7 +127,23 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             f"* copy {c.copy_bytes_per_s / 1e12:.3f} TB/s, matmul {c.matmul_flops_per_s / 1e12:.1f} TFLOP/s, "
             f"to the device {c.up_bytes_per_s / 1e9:.1f} GB/s, from it {c.down_bytes_per_s / 1e9:.1f} GB/s"
         ]
-    lines += _section(
+    lines += _products(results)
+    lines += _decode(results)
+    lines += _prefill(results)
+    if (w := results.warm) is not None:
+        cells = (w.prompt_tokens, w.cached_tokens, _ms(w.warm_s), _ms(w.cold_s))
+        lines += _section("Time to first token", ("prompt", "cached", "warm ms", "cold ms"), [cells])
+    lines += _promotion(results)
+    lines += _against_transformers(results)
+    for profile in results.profiles:
+        lines += _profile(profile)
+    lines += ["", "## Bounds", "", *(f"* {check}" for check in checks(results, sizes))]
+    lines += [f"* failed: {section}: {reason}" for section, reason in results.failures.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _products(results: Results) -> list[str]:
+    return _section(
         "Products of few rows",
         ("matrix", "rows", "us", "of copy bandwidth", "torch us", "torch's time / ours"),
         [
@@ -135,7 +151,10 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             for f in results.products
         ],
     )
-    lines += _section(
+
+
+def _decode(results: Results) -> list[str]:
+    lines = _section(
         "Decode",
         ("batch", "context", "step ms", "tokens/s", "roofline ms", "share"),
         [
@@ -155,7 +174,11 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             "",
             "\\* more KV than the pool holds: sequences share blocks; a block is read again after the whole pool.",
         ]
-    lines += _section(
+    return lines
+
+
+def _prefill(results: Results) -> list[str]:
+    return _section(
         "Prefill",
         ("tokens", "ms", "tokens/s", "TFLOP/s", "of matmul rate"),
         [
@@ -169,23 +192,27 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             for f in results.prefill
         ],
     )
-    if (w := results.warm) is not None:
-        cells = (w.prompt_tokens, w.cached_tokens, _ms(w.warm_s), _ms(w.cold_s))
-        lines += _section("Time to first token", ("prompt", "cached", "warm ms", "cold ms"), [cells])
-    if (p := results.promotion) is not None:
-        header = ("tokens", "MB", "ms", "link ms", "ratio", "ms beside decode", "decode step ms", "step beside ms")
-        row = (
-            p.tokens,
-            f"{p.bytes / 1e6:.1f}",
-            _ms(p.elapsed_s),
-            _ms(p.link_s),
-            f"{p.ratio:.2f}",
-            _ms(p.beside_decode_s),
-            _ms(p.decode_step_s),
-            _ms(p.decode_step_beside_s),
-        )
-        lines += _section("Promotion from the host tier", header, [row])
-    lines += _section(
+
+
+def _promotion(results: Results) -> list[str]:
+    if (p := results.promotion) is None:
+        return []
+    header = ("tokens", "MB", "ms", "link ms", "ratio", "ms beside decode", "decode step ms", "step beside ms")
+    row = (
+        p.tokens,
+        f"{p.bytes / 1e6:.1f}",
+        _ms(p.elapsed_s),
+        _ms(p.link_s),
+        f"{p.ratio:.2f}",
+        _ms(p.beside_decode_s),
+        _ms(p.decode_step_s),
+        _ms(p.decode_step_beside_s),
+    )
+    return _section("Promotion from the host tier", header, [row])
+
+
+def _against_transformers(results: Results) -> list[str]:
+    return _section(
         "Against transformers' continuous batching",
         (
             "workload",
@@ -215,11 +242,6 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             for c in results.comparisons
         ],
     )
-    for profile in results.profiles:
-        lines += _profile(profile)
-    lines += ["", "## Bounds", "", *(f"* {check}" for check in checks(results, sizes))]
-    lines += [f"* failed: {section}: {reason}" for section, reason in results.failures.items()]
-    return "\n".join(lines) + "\n"
 
 
 def _profile(profile: StepProfile) -> list[str]:
