@@ -54,32 +54,74 @@ EXCUSED = (
         "engine/backend/cuda/kernels/*",
         "a kernel: pointers, strides and sizes are its only possible arguments, Triton has no structs",
     ),
-    Excused("parameters", "router/choosing/chooser.py::Chooser.__init__", "still to mend"),
-    Excused("packed", "router/edge/connection_limits.py", "still to mend"),
-    Excused("parameters", "router/endpoints/generate.py::Generate.__init__", "still to mend"),
-    Excused("packed", "router/endpoints/generate.py", "still to mend"),
-    Excused("lines", "router/engines/upstream.py::open_answer", "still to mend"),
-    Excused("parameters", "router/events/subscribe.py::Stream.__init__", "still to mend"),
-    Excused("parameters", "router/forwarding/proxy.py::Proxy.__init__", "still to mend"),
-    Excused("lines", "router/forwarding/proxy.py::Proxy._try", "still to mend"),
-    Excused("packed", "router/forwarding/tracing.py", "still to mend"),
-    Excused("parameters", "router/operators/admin.py::Admin.__init__", "still to mend"),
-    Excused("lines", "router/peer_sync/codec.py::_decode", "still to mend"),
-    Excused("parameters", "router/reading/inbound.py::Reader.__init__", "still to mend"),
-    Excused("lines", "router/reading/inbound.py::Reader.read", "still to mend"),
-    Excused("lines", "router/routing/predicted_ttft.py::PredictedTtft._costs", "still to mend"),
-    Excused("lines", "router/startup/handlers.py::handlers", "still to mend"),
-    Excused("parameters", "router/stored/named_caches.py::NamedCaches.__init__", "still to mend"),
-    Excused("lines", "tests/bench/engine/bench_cache_overhead.py::run", "still to mend"),
-    Excused("lines", "tests/bench/engine/bench_gc.py::run_engine", "still to mend"),
-    Excused("lines", "tests/bench/gateway/bench_live.py::spent_ms", "still to mend"),
-    Excused("parameters", "tests/engine/cuda/kernels/test_attention_seam.py::Wrapper.plan", "still to mend"),
-    Excused("parameters", "tests/engine/cuda/kernels/test_attention_seam.py::flash_attn_with_kvcache", "still to mend"),
-    Excused("parameters", "tests/engine/tiers/test_shared_stateful.py::SharedMachine.start", "still to mend"),
-    Excused("parameters", "tests/engine/tiers/test_tiers_stateful.py::TiersMachine.start", "still to mend"),
-    Excused("lines", "tests/loadgen/output/results.py::summary", "still to mend"),
-    Excused("parameters", "tests/loadgen/output/results.py::summary", "still to mend"),
-    Excused("parameters", "tests/router/kubernetes/kube.py::pod", "still to mend"),
+    Excused(
+        "parameters",
+        "router/choosing/chooser.py::Chooser.__init__",
+        "the parts of a request are being joined; then its assembly",
+    ),
+    Excused("packed", "router/edge/connection_limits.py", "the parts of a request are being joined"),
+    Excused("parameters", "router/endpoints/generate.py::Generate.__init__", "the parts of a request are being joined"),
+    Excused("packed", "router/endpoints/generate.py", "the parts of a request are being joined"),
+    Excused("lines", "router/engines/upstream.py::open_answer", "the parts of a request are being joined"),
+    Excused(
+        "parameters",
+        "router/events/subscribe.py::Stream.__init__",
+        "what gateways hear of pods is being joined with the registry",
+    ),
+    Excused("parameters", "router/forwarding/proxy.py::Proxy.__init__", "the parts of a request are being joined"),
+    Excused("lines", "router/forwarding/proxy.py::Proxy._try", "the parts of a request are being joined"),
+    Excused("packed", "router/forwarding/tracing.py", "the parts of a request are being joined"),
+    Excused(
+        "parameters",
+        "router/operators/admin.py::Admin.__init__",
+        "the parts of a request are being joined; then its assembly",
+    ),
+    Excused(
+        "lines", "router/peer_sync/codec.py::_decode", "what gateways hear of pods is being joined with the registry"
+    ),
+    Excused("parameters", "router/reading/inbound.py::Reader.__init__", "the parts of a request are being joined"),
+    Excused("lines", "router/reading/inbound.py::Reader.read", "the parts of a request are being joined"),
+    Excused(
+        "lines",
+        "router/routing/predicted_ttft.py::PredictedTtft._costs",
+        "the score is being taken apart into its terms",
+    ),
+    Excused(
+        "lines", "router/startup/handlers.py::handlers", "the parts of a request are being joined; then its assembly"
+    ),
+    Excused(
+        "parameters", "router/stored/named_caches.py::NamedCaches.__init__", "the parts of a request are being joined"
+    ),
+    Excused(
+        "parameters",
+        "tests/engine/cuda/kernels/test_attention_seam.py::Wrapper.plan",
+        "stands in for a function of another library, which has these parameters",
+    ),
+    Excused(
+        "parameters",
+        "tests/engine/cuda/kernels/test_attention_seam.py::flash_attn_with_kvcache",
+        "stands in for a function of another library, which has these parameters",
+    ),
+    Excused(
+        "parameters",
+        "tests/engine/tiers/test_shared_stateful.py::SharedMachine.start",
+        "a rule of a state machine: hypothesis draws each parameter by its name",
+    ),
+    Excused(
+        "parameters",
+        "tests/engine/tiers/test_tiers_stateful.py::TiersMachine.start",
+        "a rule of a state machine: hypothesis draws each parameter by its name",
+    ),
+    Excused(
+        "parameters",
+        "tests/loadgen/output/results.py::summary",
+        "a fixture with defaults: each test names only what it is about",
+    ),
+    Excused(
+        "parameters",
+        "tests/router/kubernetes/kube.py::pod",
+        "a fixture with defaults: each test names only what it is about",
+    ),
 )
 
 

@@ -61,6 +61,27 @@ class Fleet:
         return self._members
 
 
+def _request(draws: random.Random) -> Inbound:
+    """Return a request that shares its first keys with others of its prefix."""
+    prefix = draws.randrange(PREFIXES)
+    keys = tuple(
+        PrefixKey(prefix * 1_000 + i) if i < SHARED else PrefixKey(draws.getrandbits(64)) for i in range(STRIDES)
+    )
+    return Inbound(
+        endpoint=Endpoint.COMPLETIONS,
+        model="m",
+        stream=True,
+        policy="predicted_ttft",
+        keys=keys,
+        prompt_bytes=8192,
+        prompt_tokens=2048,
+        tokens_per_stride=64.0,
+        output_tokens=64,
+        teaches_tokens=True,
+        body=b"",
+    )
+
+
 async def spent_ms(pods: int) -> float:
     """Return CPU milliseconds per second."""
     loop, draws = asyncio.get_running_loop(), random.Random(1)
@@ -87,24 +108,7 @@ async def spent_ms(pods: int) -> float:
         for _ in range(SECONDS):
             began_s = loop.time()
             for _ in range(RATE):
-                prefix = draws.randrange(PREFIXES)
-                keys = tuple(
-                    PrefixKey(prefix * 1_000 + i) if i < SHARED else PrefixKey(draws.getrandbits(64))
-                    for i in range(STRIDES)
-                )
-                inbound = Inbound(
-                    endpoint=Endpoint.COMPLETIONS,
-                    model="m",
-                    stream=True,
-                    policy="predicted_ttft",
-                    keys=keys,
-                    prompt_bytes=8192,
-                    prompt_tokens=2048,
-                    tokens_per_stride=64.0,
-                    output_tokens=64,
-                    teaches_tokens=True,
-                    body=b"",
-                )
+                inbound = _request(draws)
                 at_s, scores = time.thread_time(), tuple[PodScore, ...]()
                 if live.wants_scores():
                     scores = chooser.explain(inbound)[0].decision.scores

@@ -83,8 +83,7 @@ def summary(
     e2e = ttft + tpot * 63
     good = int(((ttft <= OBJECTIVES["ttft"]) & (tpot <= OBJECTIVES["tpot"])).sum())
     prompt, output = done * 2000, done * 64
-    weights = np.array([1 + skew * ((i * 7) % pods) for i in range(pods)])
-    weights /= weights.sum()
+    weights = _weights(pods, skew)
     in_flight = 16 * slow * weights
     names = [f"warmroute-engine-7c9d8b-{i:02}" for i in range(pods)]
     shares = _pod_shares(dict(zip(names, zip(weights, in_flight, strict=True), strict=True)), done, prompt, output, hit)
@@ -116,12 +115,21 @@ def summary(
         jain_index=float(in_flight.sum() ** 2 / (pods * (in_flight**2).sum())),
         pods=shares,
         reuse=_reuse(hit, prompt, is_known=done > 0),
-        goodput=Goodput(objectives_ms=OBJECTIVES, share=good / requests, request_goodput=good / duration_s)
-        if goodput
-        else None,
+        goodput=_goodput(good, requests, duration_s) if goodput else None,
         validity=_validity(lag, ttft),
         series=_series(random, names, in_flight, hit, duration_s, requests) if detail and done else None,
     )
+
+
+def _goodput(good: int, requests: int, duration_s: float) -> Goodput:
+    return Goodput(objectives_ms=OBJECTIVES, share=good / requests, request_goodput=good / duration_s)
+
+
+def _weights(pods: int, skew: float) -> np.ndarray:
+    """Return each pod's share of the requests."""
+    weights = np.array([1 + skew * ((i * 7) % pods) for i in range(pods)])
+    weights /= weights.sum()
+    return weights
 
 
 def _pod_shares(
