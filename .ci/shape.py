@@ -44,6 +44,9 @@ class Excused:
 
 
 EXCUSED = (
+    Excused("folder", "tests/engine/server", "what a message and a checkpoint say is being added"),
+    Excused("parameters", "engine/server/answers.py::CompletionAnswer.__init__", "the same"),
+    Excused("parameters", "engine/server/choices.py::AnswerChoice.__init__", "the same"),
     Excused(
         "lines",
         "engine/backend/cuda/kernels/*",
@@ -60,16 +63,11 @@ EXCUSED = (
         "the parts of a request are being joined; then its assembly",
     ),
     Excused("packed", "router/edge/connection_limits.py", "the parts of a request are being joined"),
-    Excused("parameters", "router/endpoints/generate.py::Generate.__init__", "the parts of a request are being joined"),
-    Excused("packed", "router/endpoints/generate.py", "the parts of a request are being joined"),
-    Excused("lines", "router/engines/upstream.py::open_answer", "the parts of a request are being joined"),
     Excused(
         "parameters",
         "router/events/subscribe.py::Stream.__init__",
         "what gateways hear of pods is being joined with the registry",
     ),
-    Excused("parameters", "router/forwarding/proxy.py::Proxy.__init__", "the parts of a request are being joined"),
-    Excused("lines", "router/forwarding/proxy.py::Proxy._try", "the parts of a request are being joined"),
     Excused("packed", "router/forwarding/tracing.py", "the parts of a request are being joined"),
     Excused(
         "parameters",
@@ -79,8 +77,6 @@ EXCUSED = (
     Excused(
         "lines", "router/peer_sync/codec.py::_decode", "what gateways hear of pods is being joined with the registry"
     ),
-    Excused("parameters", "router/reading/inbound.py::Reader.__init__", "the parts of a request are being joined"),
-    Excused("lines", "router/reading/inbound.py::Reader.read", "the parts of a request are being joined"),
     Excused(
         "lines",
         "router/routing/predicted_ttft.py::PredictedTtft._costs",
@@ -88,9 +84,6 @@ EXCUSED = (
     ),
     Excused(
         "lines", "router/startup/handlers.py::handlers", "the parts of a request are being joined; then its assembly"
-    ),
-    Excused(
-        "parameters", "router/stored/named_caches.py::NamedCaches.__init__", "the parts of a request are being joined"
     ),
     Excused(
         "parameters",

@@ -24,6 +24,8 @@ DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
 RUN = re.compile(r"`[^`]*(?:python -m |make |warmroute-|tests/|pytest|curl |docker )[^`]*`|\b[Bb]y hand\b")
 """Matches a command that a reader can run again, or "by hand", which says that the tree has no command for it."""
 README_WORDS = 600
+ALL_WORDS = 55_000
+"""Words of all pages, as `wc -w` counts them: what a user and a maintainer need fits, and no history does."""
 TABLE_COLUMNS = 140
 TOPS = ("router", "engine", "loadgen", "tests", "charts", "manifests")
 FILE = re.compile(r"`([\w./-]+\.(?:py|sh|tpl|proto|jinja|css))`")
@@ -193,6 +195,10 @@ def test_the_pages_that_code_and_help_texts_name_exist(top: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=titled)
 def test_commands_paste_in_bash_and_zsh(page: Path) -> None:
     assert not unpasteable(page.read_text())
+
+
+def test_the_pages_together_are_short() -> None:
+    assert sum(len(page.read_text().split()) for page in PAGES) <= ALL_WORDS
 
 
 @pytest.mark.parametrize("page", called("README.md"), ids=titled)

@@ -23,7 +23,7 @@ from router.continuing.responses import ResponseApi
 from router.events import follow
 from router.fleet import targets
 from router.kubernetes import pods
-from router.reading.hints import BODY_FIELD, SESSION_FIELDS
+from router.reading.inbound import BODY_FIELD, SESSION_FIELDS
 from router.settings.gateway import GatewaySettings
 from router.tenants import tenant_file
 from tests.charts.monitoring.exported import gateway_text

@@ -10,6 +10,7 @@ from (seed, n). No generator has state, so neither batch, nor order, nor preempt
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -121,13 +122,17 @@ def logit_edits(
     """Return the bias to add, the repetition penalties to scale by, and the frequency and presence penalties to
     subtract.
 
-    Row i is for requests[i] with the output tokens outputs[i]. Biased ids outside the vocabulary are left out.
+    Row i is for requests[i] with the output tokens outputs[i]. Biased ids outside the vocabulary are left out. Before
+    `min_tokens` the bias of stop tokens is -infinity.
     """
     bias, repetition, subtract = LogitEdits(), LogitEdits(), LogitEdits()
     for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         p = request.sampling
-        if p.logit_bias:
-            inside = {token: value for token, value in p.logit_bias.items() if 0 <= token < vocab_size}
+        biased = dict(p.logit_bias)
+        if len(output) < p.min_tokens:
+            biased |= dict.fromkeys(request.stop_token_ids, -math.inf)
+        if biased:
+            inside = {token: value for token, value in biased.items() if 0 <= token < vocab_size}
             bias.extend(row, list(inside), list(inside.values()))
         if p.repetition_penalty != 1:
             seen = list({*request.prompt_tokens, *output})

@@ -29,6 +29,9 @@ CACHED = "x-warmroute-cached-tokens"
 PROMPT_TOKENS = "x-warmroute-prompt-tokens"
 """Response of an engine: prompt tokens of the request."""
 
+WARNING = "warning"
+"""Response of an engine: names the fields of the request that it ignores because they cannot change the answer."""
+
 REQUEST_ID = "x-request-id"
 """Request and response: the client's id for a request; the gateway makes one if there is none."""
 

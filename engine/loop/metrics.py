@@ -5,6 +5,7 @@ vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -118,6 +119,12 @@ class RequestMetrics:
         self.responses = Counter(
             "warmroute_http_responses", "HTTP responses.", (*labels, "path", "status"), registry=registry
         )
+        self.ignored = Counter(
+            "warmroute_ignored_fields",
+            "Fields of requests that were ignored because they cannot change the answer.",
+            (*labels, "field"),
+            registry=registry,
+        )
 
 
 class CacheMetrics:
@@ -225,6 +232,11 @@ class EngineMetrics:
         """Count a finished sequence, `elapsed_s` seconds after the request came in."""
         self.requests.end_to_end.observe(elapsed_s)
         self.requests.success.labels(self._model_name, reason).inc()
+
+    def observe_ignored(self, fields: Collection[str]) -> None:
+        """Count a request's ignored fields. They are names of the API, not ones that a client made up."""
+        for name in fields:
+            self.requests.ignored.labels(self._model_name, name).inc()
 
     def observe_response(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a route, never a path that a client made up."""

@@ -1,18 +1,17 @@
 """Reads and checks a decoder's Hugging Face `config.json`, without torch.
 
-Field names and defaults are those of the `*Config` classes of transformers 5. Older spellings (`torch_dtype`,
-`rope_theta`, `rope_scaling`) are read too.
+Field names and defaults are those of the `*Config` classes of transformers 5, by architecture. Older spellings
+(`torch_dtype`, `rope_theta`, `rope_scaling`) are read too.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.model.errors import ModelError
-from engine.model.fields import Fields
+from engine.model.fields import Fields, read_fields
+from engine.model.generation import GENERATION_FILE
 from engine.model.rope_config import RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -21,6 +20,49 @@ _LLAMA, _MISTRAL, _QWEN2, _QWEN3 = "LlamaForCausalLM", "MistralForCausalLM", "Qw
 ARCHITECTURES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
 _QWEN3_HEAD_DIM = 128
 """Qwen3Config's default; the other architectures divide hidden_size among the heads."""
+_KV_HEADS = {_MISTRAL: 8, _QWEN2: 32, _QWEN3: 32}
+"""Default of `num_key_value_heads` if it is absent. If it is null, and in LlamaConfig, it is the number of heads."""
+_WINDOW = 4096
+"""Default of `sliding_window` if it is absent; null: no window."""
+_MAX_WINDOW_LAYERS = 28
+"""Default of `max_window_layers`: Qwen's first layers have no window."""
+_MODEL_TYPES = {_LLAMA: "llama", _MISTRAL: "mistral", _QWEN2: "qwen2", _QWEN3: "qwen3"}
+HARMLESS = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "attention_dropout",
+        "attn_implementation",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+"""Keys of config.json that have no effect on an answer: they are about training, files, other tasks, or the way to
+compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +98,9 @@ class ModelConfig:
     def from_path(path: Path | str) -> ModelConfig:
         """Return the config of the checkpoint in folder `path`. Raises ModelError naming file and field."""
         folder = Path(path)
-        generation = folder / "generation_config.json"
-        eos = _eos(_read(generation)) if generation.exists() else frozenset()
-        return parse_config(_read(folder / "config.json"), eos)
+        generation = folder / GENERATION_FILE
+        eos = read_fields(generation).token_ids("eos_token_id") if generation.exists() else frozenset()
+        return parse_config(read_fields(folder / "config.json"), eos)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Return the bytes of one token's keys and values in all layers together."""
@@ -72,7 +114,7 @@ def parse_config(fields: Fields, more_eos: frozenset[int] = frozenset()) -> Mode
         raise fields.error("quantization_config", f"is not supported; weights must be {', '.join(DTYPES)}")
     fields.choice("hidden_act", ("silu",))
     heads, hidden_size = fields.positive_int("num_attention_heads"), fields.positive_int("hidden_size")
-    kv_heads = fields.positive_int("num_key_value_heads", default=heads)
+    kv_heads = _kv_heads(fields, architecture, heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"must divide num_attention_heads ({heads})")
     attention_bias = architecture in (_LLAMA, _QWEN3) and fields.boolean("attention_bias", default=False)
@@ -96,18 +138,25 @@ def parse_config(fields: Fields, more_eos: frozenset[int] = frozenset()) -> Mode
         qk_norm=architecture == _QWEN3,
         tied=fields.boolean("tie_word_embeddings", default=False),
         dtype=_dtype(fields),
-        eos_token_ids=_eos(fields) | more_eos,
+        eos_token_ids=fields.token_ids("eos_token_id") | more_eos,
     )
 
 
-def _read(path: Path) -> Fields:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return Fields(content, path.name)
+def unread_config(folder: Path) -> dict[str, Any]:
+    """Return the entries of config.json that the engine does not use although they might change an answer.
+
+    Raises ModelError.
+    """
+    fields = read_fields(folder / "config.json")
+    config = parse_config(fields)
+    kind = fields.get("model_type")
+    unread = {name: value for name, value in fields.unread().items() if name not in HARMLESS}
+    return unread if kind in (None, _MODEL_TYPES[config.architecture]) else {"model_type": kind, **unread}
+
+
+def _kv_heads(fields: Fields, architecture: str, heads: int) -> int:
+    is_null = "num_key_value_heads" in fields.content
+    return fields.positive_int("num_key_value_heads", default=heads if is_null else _KV_HEADS.get(architecture, heads))
 
 
 def _architecture(fields: Fields) -> str:
@@ -130,13 +179,19 @@ def _head_dim(fields: Fields, architecture: str, hidden_size: int, heads: int) -
 def _windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
     """Return the sliding window of each layer (Qwen: only if `use_sliding_window`, and only in the named layers)."""
     layers = fields.positive_int("num_hidden_layers")
-    in_use = architecture in (_LLAMA, _MISTRAL) or fields.boolean("use_sliding_window", default=False)
-    window = fields.positive_int("sliding_window") if in_use and fields.get("sliding_window") is not None else None
+    is_qwen = architecture in (_QWEN2, _QWEN3)
+    window = None
+    if "sliding_window" not in fields.content:
+        window = None if architecture == _LLAMA else _WINDOW
+    elif fields.get("sliding_window") is not None:
+        window = fields.positive_int("sliding_window")
+    if is_qwen and not fields.boolean("use_sliding_window", default=False):
+        window = None
     if architecture == _LLAMA and window is not None:
         raise fields.error("sliding_window", f"is not supported for {_LLAMA}; it is for {_MISTRAL}, {_QWEN2}, {_QWEN3}")
+    first = fields.integer("max_window_layers", default=_MAX_WINDOW_LAYERS) if is_qwen else 0
     types = fields.get("layer_types")
     if types is None:
-        first = fields.integer("max_window_layers", default=layers) if architecture in (_QWEN2, _QWEN3) else 0
         return tuple(window if i >= first else None for i in range(layers))
     return tuple(_layer_window(fields, types, window, layers, architecture))
 
@@ -157,11 +212,3 @@ def _layer_window(fields: Fields, types: Any, window: int | None, layers: int, a
 def _dtype(fields: Fields) -> str | None:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     return None if fields.get(name) is None else fields.choice(name, DTYPES)
-
-
-def _eos(fields: Fields) -> frozenset[int]:
-    ids = fields.get("eos_token_id")
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in listed):
-        raise fields.error("eos_token_id", "must be a token id or a list of token ids")
-    return frozenset(listed)

@@ -6,6 +6,7 @@ values and attends to them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -109,7 +110,8 @@ def load_decoder(path: Path | str, *, dtype: str = "auto", device: str = "cpu") 
     _check_device(device)
     folder = Path(path)
     config = ModelConfig.from_path(folder)
-    return Decoder(config, load_weights(folder, config, dtype=dtype, device=device))
+    weights = load_weights(folder, config, dtype=dtype, device=device)
+    return Decoder(replace(config, tied=weights.is_tied), weights)
 
 
 def _check_device(device: str) -> None:

@@ -39,12 +39,12 @@ class RopeConfig:
         would change the keys already cached. So it is served up to that length, where it equals the default embedding.
         """
         context = fields.positive_int("max_position_embeddings")
-        name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+        name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"  # the order of transformers
         raw = fields.get(name)
         raw = {} if raw is None else raw
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             raise fields.error(name, "must be one object with a rope_type, the same for all layers")
-        inner = Fields(raw, f"{fields.origin}: {name}")
+        inner = fields.inner(name, raw)
         _refuse_partial(fields)
         _refuse_partial(inner)
         theta = inner.positive_number(
@@ -53,6 +53,7 @@ class RopeConfig:
         kind = "type" if "rope_type" not in raw and "type" in raw else "rope_type"
         variant = inner.choice(kind, VARIANTS) if kind in raw else "default"
         if variant in ("default", "dynamic"):
+            inner.get("factor")  # it changes nothing up to max_position_embeddings
             return RopeConfig(variant, theta), context
         factor = inner.positive_number("factor")
         if variant == "linear":

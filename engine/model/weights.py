@@ -6,8 +6,10 @@ Peak memory is the model plus one fused matrix: its parts are copied into place 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from engine.model.errors import ModelError
 from engine.model.projection import Projection
 from engine.model.rope import interleaved
 
+log = logging.getLogger(__name__)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES_SHOWN = 5
 _ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -52,6 +56,11 @@ class ModelWeights:
     norm: Tensor
     head: Projection
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output projection is the input embedding."""
+        return self.head.plain is not None and self.head.plain[0] is self.embedding
+
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -59,26 +68,43 @@ Shapes = dict[str, tuple[int, ...]]
 def load_weights(folder: Path, config: ModelConfig, *, dtype: str = "auto", device: str = "cpu") -> ModelWeights:
     """Load the weights onto `device`. `dtype` is one of `DTYPES`, or "auto": the checkpoint's.
 
+    If config.json ties the output projection to the embedding, but the checkpoint holds two different matrices, both
+    are used; if it holds only one of them, that one serves as both. transformers does the same (`tie_weights`).
     Raises ModelError naming a missing, unexpected, wrongly shaped or unsupported tensor, or an unreadable file.
     """
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
-    try:
-        files = _Files(folder)
-        expected = tensor_shapes(config)
-        _check(files, expected, config.tied)
-        name = (config.dtype or files.dtype("model.embed_tokens.weight")) if dtype == "auto" else dtype
-        return _assemble(_Loader(files, expected, getattr(torch, name), torch.device(device), config.head_dim), config)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: {error}") from None
+    files = _Files(folder)
+    if config.tied and _HEAD in files.tensors:
+        config = _untied_if_different(files, config)
+    expected = tensor_shapes(config)
+    _check(files, expected, config.tied)
+    name = (config.dtype or files.dtype(_EMBEDDING)) if dtype == "auto" else dtype
+    return _assemble(_Loader(files, expected, getattr(torch, name), torch.device(device), config.head_dim), config)
+
+
+def _untied_if_different(files: _Files, config: ModelConfig) -> ModelConfig:
+    """Return the config, untied if the checkpoint's own output projection differs from its embedding."""
+    if _EMBEDDING not in files.tensors:
+        files.rename(_HEAD, _EMBEDDING)
+        return config
+    head, embedding = files.read(_HEAD), files.read(_EMBEDDING)
+    if head.dtype == embedding.dtype and torch.equal(head, embedding):
+        return config
+    log.warning(
+        "config.json ties %s to %s (tie_word_embeddings), but the checkpoint holds both and they differ: both are used",
+        _HEAD,
+        _EMBEDDING,
+    )
+    return replace(config, tied=False)
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
     """Return name -> shape of every tensor that a checkpoint of `config` must hold."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    shapes: Shapes = {_EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[_HEAD] = (config.vocab_size, hidden)
     matrices = {
         "self_attn.q_proj": (config.heads * dim, hidden, config.qkv_bias),
         "self_attn.k_proj": (config.kv_heads * dim, hidden, config.qkv_bias),
@@ -103,51 +129,109 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 class _Files:
-    """The tensors of a checkpoint folder: one file, or shards with an index. Opens files without reading tensors."""
+    """The tensors of a checkpoint folder: one file, or shards with an index. Opens files without reading tensors.
+
+    Every method raises ModelError with the file's path if a file is missing, cut short or broken.
+    """
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
+        weight_map: dict[str, str] = {}
         if index.exists():
-            names = _shards(index)
-        elif single.exists():
-            names = {single.name}
-        else:
+            weight_map = _weight_map(index)
+        elif not single.exists():
             raise ModelError(
                 f"{folder} holds neither {single.name} nor {index.name}; other weight formats are not read"
             )
-        self._by_tensor: dict[str, Any] = {}
-        for name in sorted(names):
-            opened: Any = safe_open(folder / name, framework="pt")
-            self._by_tensor.update(dict.fromkeys(opened.keys(), opened))
+        self._by_tensor: dict[str, _File] = {}
+        for name in sorted(set(weight_map.values())) or [single.name]:
+            file = _File.open(folder / name)
+            # A tensor that lies in several shards is read from the one that the index names.
+            held = (tensor for tensor in file.tensors if weight_map.get(tensor, name) == name)
+            self._by_tensor.update(dict.fromkeys(held, file))
+        for tensor, name in weight_map.items():
+            if tensor not in self._by_tensor:
+                raise ModelError(f"{folder / name} lacks tensor {tensor}, which {index.name} says is there")
 
     @property
     def tensors(self) -> set[str]:
         return set(self._by_tensor)
 
+    def rename(self, name: str, new: str) -> None:
+        """Find the tensor `name` under the name `new` from now on."""
+        self._by_tensor[new] = self._by_tensor.pop(name).renamed(name, new)
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._by_tensor[name].get_slice(name).get_shape())
+        return self._by_tensor[name].shape(name)
 
     def dtype(self, name: str) -> str:
         """Return the stored type. Raises ModelError if it is none of `DTYPES`."""
-        stored = self._by_tensor[name].get_slice(name).get_dtype()
+        stored = self._by_tensor[name].dtype(name)
         if stored not in _STORED:
             raise ModelError(f"tensor {name} is stored as {stored}; supported: {', '.join(_STORED)}")
         return _STORED[stored]
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._by_tensor[name].get_tensor(name)
+        return self._by_tensor[name].read(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An open file of tensors."""
+
+    path: Path
+    opened: Any
+    stored_names: Mapping[str, str]
+    """The name in the file by the name in use."""
+
+    @staticmethod
+    def open(path: Path) -> _File:
+        with _naming(path):
+            opened: Any = safe_open(path, framework="pt")
+            return _File(path, opened, dict(zip(names := opened.keys(), names, strict=True)))
+
+    @property
+    def tensors(self) -> Iterable[str]:
+        return self.stored_names
+
+    def renamed(self, name: str, new: str) -> _File:
+        return replace(self, stored_names={new: self.stored_names[name]})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _naming(self.path):
+            return tuple(self.opened.get_slice(self.stored_names[name]).get_shape())
+
+    def dtype(self, name: str) -> str:
+        with _naming(self.path):
+            return str(self.opened.get_slice(self.stored_names[name]).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        with _naming(self.path):
+            tensor: Tensor = self.opened.get_tensor(self.stored_names[name])
         return tensor
 
 
-def _shards(index: Path) -> set[str]:
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise ModelError with the file's path instead of the library's errors, most of which name no file."""
     try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{path} cannot be read: {reason}") from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor. Raises ModelError."""
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = set(named.values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise ModelError(f"{index} must hold an object weight_map of tensor name to file name") from None
-    if not all(isinstance(name, str) and Path(name).name == name for name in files):
+    if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
         raise ModelError(f"{index}: weight_map must name files of the same folder")
-    return files
+    return dict(named)
 
 
 def _check(files: _Files, expected: Shapes, tied: bool) -> None:
@@ -164,7 +248,7 @@ def _check(files: _Files, expected: Shapes, tied: bool) -> None:
 
 def _is_harmless(name: str, tied: bool) -> bool:
     """Return whether the tensor is a rotary buffer that older libraries stored, or a copy of a tied embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
 def _named(tensors: set[str]) -> str:
@@ -208,7 +292,7 @@ class _Loader:
 
 
 def _assemble(load: _Loader, config: ModelConfig) -> ModelWeights:
-    embedding = load.required("model.embed_tokens.weight")
+    embedding = load.required(_EMBEDDING)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(_layer(load, f"model.layers.{i}", config) for i in range(config.layers)),

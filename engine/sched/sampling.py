@@ -31,6 +31,8 @@ class SamplingParams:
     """Subtracted from a token's logit per occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids before anything else."""
+    min_tokens: int = 0
+    """Output tokens before which none of the request's stop tokens is chosen."""
     seed: int = 0
     """The n-th output token depends on (seed, n) and the logits alone: not on the batch, not on preemption."""
     logprobs: int | None = None
@@ -43,5 +45,10 @@ class SamplingParams:
 
     @property
     def reads_output(self) -> bool:
-        """Whether choosing a token needs all tokens before it: a penalty counts them."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        """Whether choosing a token needs all tokens before it: a penalty and `min_tokens` count them."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_tokens > 0
+        )

@@ -11,7 +11,7 @@ import orjson
 from engine.common.sse import DONE, sse_event
 from engine.contract.errors import ApiError
 from engine.sched.plan import SampledToken
-from engine.server.choices import Delta
+from engine.server.choices import Delta, PlacedToken
 from engine.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ class Written:
     """The whole output of one choice, for an answer that is not streamed."""
 
     text: str = ""
-    tokens: list[SampledToken] = field(default_factory=list)
+    tokens: list[PlacedToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
@@ -71,8 +71,9 @@ class Answer(Protocol):
     def start(self, choice: int, usage: Usage) -> bytes:
         """Return the events that open a choice. `usage`: the tokens so far."""
 
-    def events(self, choice: int, delta: Delta) -> bytes:
-        """Return the events for a delta; empty if there is nothing to send yet."""
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
+        """Return the events for a delta; empty if there is nothing to send yet. `usage`: the tokens so far, if the
+        client wants them in every event."""
 
     def end(self, usage: Usage) -> bytes:
         """Return the last events of a complete stream."""
@@ -93,6 +94,7 @@ class _Base:
         logprobs: bool,
         include_usage: bool,
         prompt_ids: Mapping[int, Sequence[int]] | None,
+        continuous_usage: bool,
     ) -> None:
         """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
         self._head = head
@@ -100,12 +102,15 @@ class _Base:
         self._begun: set[int] = set()
         self._tokenizer = tokenizer
         self._logprobs = logprobs
-        # If the client asks for usage, every event except the last says that it has none.
         self._include_usage = include_usage
-        self._tail: Json = {"usage": None} if include_usage else {}
+        self._continuous_usage = continuous_usage
 
-    def _event(self, choice: Json, more: Json | None = None) -> bytes:
-        return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **self._tail}))
+    def _event(self, choice: Json, usage: Usage | None, more: Json | None = None) -> bytes:
+        tail: Json = {}
+        if self._include_usage:
+            # If the client asks for usage only at the end, every event before the last says that it has none.
+            tail["usage"] = usage.json() if usage is not None and self._continuous_usage else None
+        return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **tail}))
 
     def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
         """Return the choice, with the ids of its tokens if the client asked for them."""
@@ -128,9 +133,6 @@ class _Base:
         """See Answer. No [DONE] follows."""
         return sse_event(error.body())
 
-    def _token_text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode(errors="replace")
-
 
 class ChatAnswer(_Base):
     """`/v1/chat/completions`."""
@@ -145,6 +147,7 @@ class ChatAnswer(_Base):
         logprobs: bool,
         include_usage: bool,
         prompt_ids: Mapping[int, Sequence[int]] | None = None,
+        continuous_usage: bool = False,
     ) -> None:
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
         super().__init__(
@@ -153,22 +156,23 @@ class ChatAnswer(_Base):
             logprobs=logprobs,
             include_usage=include_usage,
             prompt_ids=prompt_ids,
+            continuous_usage=continuous_usage,
         )
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
         opening = _chat_choice(choice, {"role": "assistant", "content": ""}, None, None)
-        return self._event(opening, self._prompt(choice))
+        return self._event(opening, usage, self._prompt(choice))
 
-    def events(self, choice: int, delta: Delta) -> bytes:
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
             logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
             said = _chat_choice(choice, {"content": delta.text}, logprobs, None)
-            events += self._event(self._with_ids(said, delta.ids))
+            events += self._event(self._with_ids(said, delta.ids), usage)
         if delta.finish is not None:
-            events += self._event(self._with_ids(_chat_choice(choice, {}, None, delta.finish), ()))
+            events += self._event(self._with_ids(_chat_choice(choice, {}, None, delta.finish), ()), usage)
         return events
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
@@ -188,12 +192,12 @@ class ChatAnswer(_Base):
         # A chat has one prompt for any n.
         return orjson.dumps({**self._whole, "choices": choices, "usage": usage.json(), **self._prompt(0)})
 
-    def _token_logprobs(self, tokens: Sequence[SampledToken]) -> Json:
+    def _token_logprobs(self, tokens: Sequence[PlacedToken]) -> Json:
         return {
             "content": [
                 {
-                    **self._token_logprob(token.token, token.logprob),
-                    "top_logprobs": [self._token_logprob(other, logprob) for other, logprob in token.top],
+                    **self._token_logprob(token.sampled.token, token.sampled.logprob),
+                    "top_logprobs": [self._token_logprob(other, logprob) for other, logprob in token.sampled.top],
                 }
                 for token in tokens
             ],
@@ -219,25 +223,35 @@ class CompletionAnswer(_Base):
         include_usage: bool,
         echoed: Mapping[int, str],
         prompt_ids: Mapping[int, Sequence[int]] | None = None,
+        continuous_usage: bool = False,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(head, tokenizer, logprobs=logprobs, include_usage=include_usage, prompt_ids=prompt_ids)
+        super().__init__(
+            head,
+            tokenizer,
+            logprobs=logprobs,
+            include_usage=include_usage,
+            prompt_ids=prompt_ids,
+            continuous_usage=continuous_usage,
+        )
         self._echoed = echoed
-        self._offsets: dict[int, int] = {}
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
         echoed = self._echoed.get(choice, "")
-        return self._event(self._told(choice, _text_choice(choice, echoed, None, None), ())) if echoed else b""
+        if not echoed:
+            return b""
+        return self._event(self._told(choice, _text_choice(choice, echoed, None, None), ()), usage)
 
-    def events(self, choice: int, delta: Delta) -> bytes:
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(choice, delta.tokens) if self._logprobs else None
-            events += self._event(self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids))
+            logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
+            said = self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids)
+            events += self._event(said, usage)
         if delta.finish is not None:
-            events += self._event(self._told(choice, _text_choice(choice, "", None, delta.finish), ()))
+            events += self._event(self._told(choice, _text_choice(choice, "", None, delta.finish), ()), usage)
         return events
 
     def _told(self, index: int, choice: Json, ids: Sequence[int]) -> Json:
@@ -252,7 +266,7 @@ class CompletionAnswer(_Base):
                 _text_choice(
                     i,
                     self._echoed.get(i, "") + choice.text,
-                    self._token_logprobs(i, choice.tokens) if self._logprobs else None,
+                    self._token_logprobs(choice.tokens) if self._logprobs else None,
                     choice.finish,
                 ),
                 choice.ids,
@@ -261,18 +275,29 @@ class CompletionAnswer(_Base):
         ]
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.json()})
 
-    def _token_logprobs(self, choice: int, tokens: Sequence[SampledToken]) -> Json:
-        texts = [self._token_text(token.token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(choice, 0))
-            self._offsets[choice] = offsets[-1] + len(text)
+    def _token_logprobs(self, tokens: Sequence[PlacedToken]) -> Json:
         return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{self._token_text(t): _finite(p) for t, p in token.top} or None for token in tokens],
-            "text_offset": offsets,
+            "tokens": [self._name(token.sampled.token) for token in tokens],
+            "token_logprobs": [_finite(token.sampled.logprob) for token in tokens],
+            "top_logprobs": [self._top(token.sampled) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
+
+    def _top(self, sampled: SampledToken) -> Json:
+        """Return the log-probability of the sampled token and of the most probable ones, by their texts.
+
+        Texts may be equal (in vLLM later ones replace earlier ones): a further token of a text is named by its id, as
+        in vLLM's `return_tokens_as_token_ids`.
+        """
+        top: Json = {}
+        named = {sampled.token: sampled.logprob, **dict(sampled.top)}
+        for token, logprob in named.items():
+            text = self._name(token)
+            top[f"token_id:{token}" if text in top else text] = _finite(logprob)
+        return top
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:

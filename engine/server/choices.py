@@ -14,11 +14,21 @@ from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A token of an answer."""
+
+    sampled: SampledToken
+    offset: int
+    """Characters of the answer's text before the token's. A token that goes on with a character begins where that
+    character does."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The part of an answer that one token adds. `finish` is the API's finish_reason, None until the sequence ends."""
 
     text: str
-    tokens: tuple[SampledToken, ...]
+    tokens: tuple[PlacedToken, ...]
     """Tokens whose log-probabilities the client asked for and has not got yet."""
     finish: str | None
     ids: tuple[int, ...] = ()
@@ -41,21 +51,29 @@ class AnswerChoice:
         logprobs: bool,
         context: Sequence[int] = (),
         answered: int = 0,
+        answered_chars: int = 0,
         sends_ids: bool = False,
+        shows_special: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """`context`: see `Detokenizer`. `answered`: tokens of the answer that the client already has. `sends_ids`: send
-        a delta for every token, with its id."""
+        """`context`, `shows_special`: see `Detokenizer`. `answered`, `answered_chars`: tokens of the answer that the
+        client already has, and the length of their text. `sends_ids`: send a delta for every token, with its id.
+        `min_tokens`: no stop string ends the answer before."""
         self.index = index
         self.prompt = prompt
         """Index of the prompt that the sequence continues."""
         self.cached_tokens = self.kept_tokens = self.unkept_tokens = 0
         self.completion_tokens = answered
         self.finish: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, context)
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, context, shows_special=shows_special)
         self._stops = StopStrings(stops)
         self._logprobs = logprobs
         self._sends_ids = sends_ids
-        self._unsent: list[SampledToken] = []
+        self._unsent: list[PlacedToken] = []
+        self._chars = answered_chars
+        """Characters of the text so far, with those that are held back."""
+        self._min_tokens = min_tokens
 
     def push(self, output: TokenOutput) -> Delta:
         """Return the delta of `output`. If the delta has a finish and `output` has none, a stop string was found: abort
@@ -66,12 +84,16 @@ class AnswerChoice:
         ids: tuple[int, ...] = ()
         if output.token is not None:
             self.completion_tokens += 1
-            if self._logprobs:
-                self._unsent.append(output.token)
             if self._sends_ids:
                 ids = (output.token.token,)
+            piece = ""
             if output.finish is not FinishReason.STOP:
-                text, stopped = self._stops.push(self._detokenizer.push(output.token.token))
+                piece = self._detokenizer.push(output.token.token)
+                may_stop = self.completion_tokens > self._min_tokens
+                text, stopped = self._stops.push(piece) if may_stop else (piece, False)
+            if self._logprobs:
+                self._unsent.append(PlacedToken(output.token, self._place(output.token.token, piece)))
+            self._chars += len(piece)
         if output.finish is not None and not stopped:
             rest, stopped = self._stops.push(self._detokenizer.finish())
             text += rest if stopped else rest + self._stops.finish()
@@ -82,3 +104,9 @@ class AnswerChoice:
         if sends:
             self._unsent.clear()
         return Delta(text, tokens, self.finish, ids, self._stops.found)
+
+    def _place(self, token: int, piece: str) -> int:
+        """Return the characters before a token that has made `piece` certain. The piece may begin with the remains of
+        earlier tokens, which turn out not to be a character."""
+        own = self._tokenizer.token_bytes(token).decode(errors="replace")
+        return self._chars + (len(piece) - len(own) if piece.endswith(own) else 0)

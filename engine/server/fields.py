@@ -1,8 +1,11 @@
-"""The body of a generating request. Each field is honoured, harmless, or refused by name.
+"""The body of a generating request.
+
+A field is honoured; or ignored, because it cannot change the answer, and named in the answer's header `warning`; or
+refused by name, because it would change the answer. A field that is in no table is refused: its meaning is unknown.
 
 Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
-ignore_eos, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt and continue_final_message are
-vLLM's extensions; answer_so_far is this engine's own.
+ignore_eos, min_tokens, skip_special_tokens, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt
+and continue_final_message are vLLM's extensions; answer_so_far is this engine's own.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from engine.contract.errors import BadRequest
 from engine.contract.requests import MAX_LISTED
@@ -26,43 +29,96 @@ _HINTED_CHARS = 64
 """The longest name for which similar names are sought: for a name of a megabyte that takes a second."""
 
 F = TypeVar("F", bound=BaseModel)
+B = TypeVar("B", bound="Body")
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Anything = Any
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": (),
+    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "structured_outputs": (),
     "suffix": ("",),
-    "verbosity": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
-always accepted."""
+"""Fields of the API and of vLLM that this engine refuses, with the values that it accepts because they have no effect.
+Null is always accepted."""
+_IGNORED: Mapping[str, tuple[Any, ...]] = {
+    "cache_prompt": (True,),
+    "chat_template_content_format": ("auto",),
+    "detokenize": (True,),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "id_slot": (-1,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "reasoning_effort": (),
+    "request_id": (),
+    "separate_reasoning": (),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "stream_reasoning": (),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+}
+"""Fields of other engines that cannot change the text of an answer, with the values that ask for nothing. They are
+about scheduling, storing, naming, media, reasoning, or the way to do what another field asks for."""
 
 
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """With include_usage: whether every event has the usage so far."""
+    include_obfuscation: bool | None = None
+    """Ignored: no event has padding against attackers who see the lengths of packets."""
 
 
-class SharedFields(BaseModel):
-    """The fields of all generating endpoints. None: not given."""
+class Body(BaseModel):
+    """A request's body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the fields that were given and are ignored."""
+        return self._ignored
+
+    def ignoring(self, names: Sequence[str]) -> Self:
+        """Return this body, with the names of fields that were left out of it."""
+        self._ignored = tuple(names)
+        return self
+
+
+class SharedFields(Body):
+    """The fields of all generating endpoints. None: not given."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -72,6 +128,10 @@ class SharedFields(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=2**31)
+    """Tokens before which neither an end of text nor a stop string ends the answer."""
+    skip_special_tokens: bool | None = None
+    """False: the answer's text shows special tokens."""
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -126,6 +186,9 @@ class ChatFields(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """A variable of the chat template, as in vLLM; ignored if the template does not read it. So is verbosity."""
+    verbosity: Annotated[str, Field(max_length=64)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -138,14 +201,23 @@ class CompletionFields(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
-def parse_fields(kind: type[F], body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = _REFUSED) -> F:
+def parse_fields(kind: type[B], body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = _REFUSED) -> B:
     """Return `body` as `kind`. `refused`: unsupported fields, with the values that are accepted.
 
     Raises BadRequest naming the first field at fault.
     """
-    return parse_at(
-        kind, {name: value for name, value in body.items() if not _asks_nothing(name, value, kind, refused)}
-    )
+    given, ignored = {}, []
+    for name, value in body.items():
+        if name in kind.model_fields:
+            given[name] = value
+        elif name in refused:
+            if not _asks_nothing(value, refused[name]):
+                raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+        elif name not in _IGNORED:
+            raise _unknown(name, kind)
+        elif not _asks_nothing(value, _IGNORED[name]):
+            ignored.append(name)
+    return parse_at(kind, given).ignoring(ignored)
 
 
 def check_number(items: Sequence[object], where: str) -> None:
@@ -160,6 +232,7 @@ def parse_at(kind: type[F], value: object, where: str = "") -> F:
     """Return `value`, found at `where` in the body, as `kind`. Raises BadRequest naming the first field at fault."""
     if isinstance(value, dict):
         _check_entries(value, kind, where)
+        value = _with_whole_numbers(kind, value)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -178,13 +251,25 @@ def _check_entries(entries: Mapping[str, Any], kind: type[BaseModel], where: str
             )
 
 
-def _asks_nothing(name: str, value: object, kind: type[BaseModel], refused: Mapping[str, tuple[Any, ...]]) -> bool:
-    if name in kind.model_fields or name not in refused:
-        return False
+def _asks_nothing(value: object, neutral: Sequence[Any]) -> bool:
     # The types are compared because `0 == False` in Python, and {"store": 0} is not a boolean.
-    if value is None or any(value == neutral and type(value) is type(neutral) for neutral in refused[name]):
-        return True
-    raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
+    return value is None or any(value == one and type(value) is type(one) for one in neutral)
+
+
+def _with_whole_numbers(kind: type[BaseModel], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object with integers in integer fields: clients whose language has one type of numbers send 2.0."""
+    out = dict(value)
+    for name, field in kind.model_fields.items():
+        types = get_args(field.annotation) or (field.annotation,)
+        if name in out and int in types and float not in types:
+            out[name] = _whole(out[name])
+        elif isinstance(listed := out.get(name), list) and list[int] in types:
+            out[name] = [_whole(one) for one in listed]
+    return out
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _explain(error: ValidationError, kind: type[BaseModel], where: str) -> BadRequest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -25,6 +26,17 @@ from engine.server.response_requests import prepare_response
 from engine.server.service import EngineService, ServerState
 from engine.server.tracing import Timeline, traced
 from engine.server.wire import RETRY_AFTER_S, body_of, ending, send_json, write
+
+_NUMBER = re.compile(r"\[\d+\]")
+_MAX_NAMED_CHARS = 500
+
+
+def _ignored_warning(names: Sequence[str]) -> str:
+    """Return the value of the header `warning` (RFC 7234, section 5.5) for fields that are ignored."""
+    named = ascii(", ".join(names))[1:-1].replace('"', "'")
+    if len(named) > _MAX_NAMED_CHARS:
+        named = f"{named[:_MAX_NAMED_CHARS]}..."
+    return f'199 warmroute "ignored, without effect on the answer: {named}"'
 
 
 @dataclass(slots=True)
@@ -69,11 +81,17 @@ class _Generation:
 
     def response_headers(self, cached_tokens: int) -> dict[str, str]:
         """Return the headers with the pod and the token counts, for the gateway."""
-        return {
-            headers.POD: self.service.pod_id,
+        return self._basic_headers() | {
             headers.CACHED: str(cached_tokens),
             headers.PROMPT_TOKENS: str(sum(len(prompt.tokens) for prompt in self.job.prompts)),
         }
+
+    def _basic_headers(self) -> dict[str, str]:
+        """Return the header with the pod, and `warning` if fields of the request are ignored."""
+        out = {headers.POD: self.service.pod_id}
+        if self.job.ignored:
+            out[headers.WARNING] = _ignored_warning(self.job.ignored)
+        return out
 
     def first_headers(self, cached_tokens: int) -> dict[str, str]:
         """Return the headers before the first event, without counts if there are several prompts.
@@ -81,7 +99,7 @@ class _Generation:
         At that time only the first choice's cached tokens are known.
         """
         if len(self.job.prompts) > 1:
-            return {headers.POD: self.service.pod_id}
+            return self._basic_headers()
         return self.response_headers(cached_tokens)
 
     def tell(self, seen: Timeline) -> None:
@@ -126,6 +144,7 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
         del body  # the answer may take minutes
         seen.prepared_s = time.perf_counter()
         service.metrics.requests.prepare.observe(seen.prepared_s - arrived_s)
+        service.metrics.observe_ignored({_NUMBER.sub("", name.partition("kwargs.")[0]) for name in job.ignored})
         try:
             async with service.loop.submit(requests) as stream:
                 generation = _Generation(service, job, choices, stream, arrived_s)
@@ -183,6 +202,7 @@ def _answer(
             tokenizer,
             logprobs=logprobs,
             include_usage=job.include_usage,
+            continuous_usage=job.continuous_usage,
             prompt_ids=prompt_ids,
         )
     echoed = {}
@@ -195,6 +215,7 @@ def _answer(
         tokenizer,
         logprobs=logprobs,
         include_usage=job.include_usage,
+        continuous_usage=job.continuous_usage,
         echoed=echoed,
         prompt_ids=prompt_ids,
     )
@@ -239,7 +260,8 @@ async def _send(
             choice, delta = item
             events = b"" if choice.index in started else answer.start(choice.index, generation.usage())
             started.add(choice.index)
-            await write(request, response, events + answer.events(choice.index, delta))
+            usage = generation.usage() if generation.job.continuous_usage else None
+            await write(request, response, events + answer.events(choice.index, delta, usage))
             item = await generation.next()
         await write(request, response, answer.end(generation.usage()))
     except StepFailed as error:

@@ -46,7 +46,7 @@ class MessagesAnswer:
         message = {**self._head, "content": [], **self._ending, "usage": self._usage(usage)}
         return _event("message_start", {"message": message}) + _PING
 
-    def events(self, choice: int, delta: Delta) -> bytes:
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
         if delta.text and not self._says_nothing:

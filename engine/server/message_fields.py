@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.contract.errors import BadRequest
-from engine.server.fields import SharedFields, StopString, check_number, parse_at
+from engine.server.fields import Body, SharedFields, StopString, check_number, parse_at
 from engine.server.marks import CacheControl
 
 _UNSUPPORTED = "unsupported_parameter"
@@ -55,10 +55,8 @@ class Message(BaseModel):
     content: _Anything
 
 
-class CountFields(BaseModel):
+class CountFields(Body):
     """The fields that the token count reads. None: not given."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = None
     messages: list[_Anything] = Field(min_length=1)

@@ -18,6 +18,7 @@ from engine.server.message_fields import (
     MessagesFields,
     check_content,
 )
+from engine.server.rendered import render_chat
 from engine.server.requests import (
     GenerationJob,
     ModelText,
@@ -27,7 +28,6 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
-    render_chat,
     room_for,
     with_answer_so_far,
 )
@@ -41,6 +41,7 @@ class _Chat:
     messages: list[dict[str, Any]]
     text: str
     marks: list[Place]
+    ignored: tuple[str, ...]
 
 
 def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
@@ -54,16 +55,19 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
     spans = chat_spans(keys, model.stride, chat.messages, None, chat.text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "messages")
     meant = GenerationFields(**shared(fields, SharedFields), stop=list(fields.stop_sequences or ()))
+    limit = model.answer_limit(fields.max_tokens)
     prompt = Prompt(
         encoded.ids,
         spans,
-        max(1, min(fields.max_tokens, room)),
+        max(1, min(limit, room)),
         None,
         marks=kept_marks(model, meant, marks, len(encoded.ids)),
-        fills_context=fields.max_tokens > room,
+        fills_context=limit > room,
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
-    return make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens)
+    return make_job(
+        model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=(*fields.ignored, *chat.ignored)
+    )
 
 
 def count_tokens(model: ModelText, body: bytes) -> int:
@@ -80,8 +84,11 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
     marks = _marks(fields)
     messages = chat_messages(fields.system, fields.messages)
     goes_on = messages[-1]["role"] == "assistant"
-    text = render_chat(model, messages, None, fields.chat_template_kwargs, goes_on=goes_on)
-    return _Chat(messages, text, marks)
+    places = [f"messages[{i}].content" for i in range(len(fields.messages))]
+    if fields.system is not None:
+        places.insert(0, "system")
+    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places, goes_on=goes_on)
+    return _Chat(messages, rendered.text, marks, rendered.ignored)
 
 
 def _marks(fields: CountFields) -> list[Place]:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import orjson
 
 from engine.contract.errors import BadRequest
 from engine.sched.request import ToolUse
+from engine.server.exact_numbers import exact_json
 from engine.server.fields import check_number
+from engine.text.chat import ChatTemplate
+from engine.text.rendering import Arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-_EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "reasoning", "parsed")
+_REASONING = ("reasoning_content", "reasoning")
+"""Names of an assistant's reasoning: templates read one or the other."""
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING)
+_EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "parsed")
 """Fields that clients send back with an earlier answer: ignored if empty."""
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the messages with joined text parts and parsed tool-call arguments. Raises BadRequest naming the fault."""
+    """Return the messages with joined text parts and parsed tool-call arguments, as `ChatRenderer` takes them.
+
+    A null content stays null. Raises BadRequest naming the fault.
+    """
     check_number(messages, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -45,13 +53,37 @@ def tool_use(messages: Sequence[Any], *, may_be_called: bool) -> ToolUse | None:
     return ToolUse(may_be_called, brings_result) if may_be_called or brings_result else None
 
 
+def unread_reasoning(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> Iterator[str]:
+    """Yield the places of reasoning in checked messages, if the template has no name for reasoning."""
+    if not any(template.mentions(name) for name in _REASONING):
+        for i, message in enumerate(messages):
+            if message.get("reasoning"):
+                yield f"messages[{i}].reasoning"
+
+
+def is_said_elsewhere(place: str, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the text at `place` of checked messages is left out of the prompt without loss: a `name` that only
+    repeats the role, or, in a tool's result, the called function."""
+    found = re.fullmatch(r"messages\[(\d+)\]\.name", place)
+    if found is None:
+        return False
+    message = messages[int(found[1])]
+    if message["name"] == message["role"]:
+        return True
+    called = (call["function"]["name"] for one in messages for call in one.get("tool_calls", ()))
+    return message["role"] == "tool" and message["name"] in called
+
+
 def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _bad(where, "must be an object")
     role = message.get("role")
     if role not in _ROLES:
         raise _bad(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-    out: dict[str, Any] = {"role": role, "content": _content(message, role, where)}
+    out: dict[str, Any] = {"role": role}
+    content = _content(message, role, where)
+    if content is not None or "content" in message:
+        out["content"] = content
     for name, value in message.items():
         if name not in _FIELDS and not (name in _EMPTY_ONLY and not value):
             raise _bad(f"{where}.{name}", "is not supported by this engine", "unsupported_parameter")
@@ -60,19 +92,21 @@ def _message(message: object, where: str) -> dict[str, Any]:
         if name == "tool_calls":
             if value:
                 out[name] = _tool_calls(value, f"{where}.{name}")
-        elif isinstance(value, str):
-            out[name] = value
-        else:
+        elif not isinstance(value, str):
             raise _bad(f"{where}.{name}", "must be a string")
+        elif name in _REASONING:
+            out |= dict.fromkeys(_REASONING, value)
+        else:
+            out[name] = value
     return out
 
 
-def _content(message: Mapping[str, Any], role: str, where: str) -> str:
+def _content(message: Mapping[str, Any], role: str, where: str) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
-        return ""
+        return None
     if not isinstance(content, list):
         raise _bad(f"{where}.content", "must be a string or a list of text parts")
     check_number(content, f"{where}.content")
@@ -90,7 +124,7 @@ def _content(message: Mapping[str, Any], role: str, where: str) -> str:
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Return the calls with their arguments parsed: the API sends JSON text, templates render an object as JSON."""
+    """Return the calls with `Arguments`: the API sends JSON text, and most templates render an object as JSON."""
     if not isinstance(calls, list):
         raise _bad(where, "must be a list")
     check_number(calls, where)
@@ -99,16 +133,26 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _bad(f"{where}[{i}].function.name", "must be a string")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = orjson.loads(arguments or "{}")
-            except orjson.JSONDecodeError:
-                raise _bad(f"{where}[{i}].function.arguments", "must be JSON text") from None
-        if not isinstance(arguments, dict):
-            raise _bad(f"{where}[{i}].function.arguments", "must be the JSON text of an object")
+        arguments = _arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
         out.append({**call, "function": {**function, "arguments": arguments}})
     return out
+
+
+def _arguments(given: object, where: str) -> Arguments:
+    if isinstance(given, dict):
+        try:
+            return Arguments(json.dumps(given, ensure_ascii=False), given)
+        except RecursionError:
+            raise _bad(where, "is nested too deeply") from None
+    text = given or "{}"
+    if isinstance(text, str):
+        try:
+            given = exact_json(text)
+        except (ValueError, RecursionError):
+            raise _bad(where, "must be JSON text") from None
+    if not isinstance(given, dict):
+        raise _bad(where, "must be the JSON text of an object")
+    return Arguments(str(text), given)
 
 
 def _bad(param: str, message: str, code: str = "invalid_value") -> BadRequest:

@@ -9,17 +9,18 @@ from typing import Any
 
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
-from engine.contract.messages import without_mark
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
-from engine.server.fields import ChatFields, CompletionFields, GenerationFields, parse_fields
+from engine.server.exact_numbers import exact_fields
+from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, template_messages, tool_use
+from engine.server.messages import check_tools, tool_use
+from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
-from engine.text.chat import ChatTemplate
 from engine.text.detokenize import context_of
 from engine.text.key_spans import chat_spans, text_spans, token_spans
+from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import PART_CHARS, Encoded, Tokenizer
 
@@ -30,6 +31,7 @@ COMPLETION_MAX_TOKENS = 16
 _USUAL_BYTES_PER_TOKEN = 8
 """Texts with more bytes per token of the context are looked at in parts before they are tokenized. Usual texts have 3
 to 5 bytes per token."""
+_VARIABLES = ("reasoning_effort", "verbosity")
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -39,7 +41,7 @@ class ModelText:
 
     name: str
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatRenderer | None
     vocab_size: int
     """Number of token ids that the model can embed."""
     max_model_len: int
@@ -51,6 +53,14 @@ class ModelText:
     """Tokens of messages that came before."""
     least_kept_tokens: int = 1
     """Tokens of the shortest prefix that is kept for a client."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The checkpoint's values of sampling fields, for requests that do not give them."""
+    max_new_tokens: int | None = None
+    """Most tokens of any answer, by the checkpoint."""
+
+    def answer_limit(self, asked: int) -> int:
+        """Return the most tokens of an answer to a request that asks for `asked` tokens."""
+        return asked if self.max_new_tokens is None else min(asked, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,8 @@ class Prompt:
     """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
     """Tokens of the answer that the client already has. They count as output."""
+    answered_chars: int = 0
+    """Length of their text."""
     marks: tuple[CacheMark, ...] = ()
     """The prefixes that the client asks to keep, shortest first."""
     fills_context: bool = False
@@ -92,6 +104,12 @@ class GenerationJob:
     returns_token_ids: bool = False
     told: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that its answer repeats."""
+    continuous_usage: bool = False
+    """Whether every event of the stream has the usage so far."""
+    shows_special: bool = False
+    """Whether the answer's text shows special tokens."""
+    ignored: tuple[str, ...] = ()
+    """What the request says without effect; the answer's header `warning` names it."""
     says_nothing: bool = False
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
 
@@ -116,7 +134,8 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
     if endpoint is Endpoint.CHAT:
         chat = parse_fields(ChatFields, raw)
         check_model(model, chat.model)
-        return make_job(model, chat, (_chat_prompt(model, chat),), _chat_logprobs(chat))
+        prompt, ignored = _chat_prompt(model, chat, exact_fields(body, raw))
+        return make_job(model, chat, (prompt,), _chat_logprobs(chat), ignored=ignored)
     completion = parse_fields(CompletionFields, raw)
     check_model(model, completion.model)
     if completion.echo and completion.logprobs is not None:
@@ -141,30 +160,6 @@ def check_model(model: ModelText, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def render_chat(
-    model: ModelText,
-    messages: Sequence[Any],
-    tools: Sequence[Any] | None,
-    variables: dict[str, Any] | None = None,
-    *,
-    add_generation_prompt: bool = True,
-    goes_on: bool = False,
-) -> str:
-    """Return the prompt's text. `goes_on`: the answer continues the last message. Raises BadRequest."""
-    if model.template is None:
-        raise BadRequest(
-            f"the model {model.name!r} has no chat template: use /v1/completions, or give the checkpoint a "
-            "chat_template.jinja",
-            param="messages",
-        )
-    tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-    if goes_on:
-        return model.template.render_open(template_messages(messages), tools, variables)
-    return model.template.render(
-        template_messages(messages), tools, variables, add_generation_prompt=add_generation_prompt
-    )
 
 
 def list_prompts(prompt: object) -> list[str | list[int]]:
@@ -202,16 +197,21 @@ def check_length(model: ModelText, text: str, param: str) -> None:
     size, limit = len(text.encode()), model.max_model_len
     if size > (most := model.tokenizer.most_bytes(limit)):
         raise BadRequest(
-            f"the prompt has {size} bytes; the model's context of {limit} tokens holds at most {most}",
+            f"{_longest(model)}, which have at most {most} bytes; the prompt has {size} bytes",
             param=param,
             code="context_length_exceeded",
         )
     if size > max(_USUAL_BYTES_PER_TOKEN * limit, PART_CHARS) and model.tokenizer.surely_exceeds(text, limit):
         raise BadRequest(
-            f"the prompt has {size} bytes, which are more tokens than the model's context of {limit} holds",
+            f"{_longest(model)}; the prompt has {size} bytes, which are more tokens than that",
             param=param,
             code="context_length_exceeded",
         )
+
+
+def _longest(model: ModelText) -> str:
+    """Return the beginning of an error by which clients know that they must shorten the conversation."""
+    return f"This model's maximum context length is {model.max_model_len} tokens"
 
 
 def encode_prompt(model: ModelText, text: str, param: str, salt: str | None, *, add_special_tokens: bool) -> Encoded:
@@ -235,16 +235,23 @@ def _is_ids(items: Sequence[object]) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
+def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any]) -> tuple[Prompt, tuple[str, ...]]:
+    """Return the prompt, and the names of what the request says without effect.
+
+    `exact`: the body with exact numbers.
+    """
     check_tools(fields.tools, fields.tool_choice)
-    text = render_chat(
+    own, unread = _own_variables(model, fields)
+    rendered = render_chat(
         model,
-        fields.messages,
-        fields.tools,
-        fields.chat_template_kwargs,
+        exact["messages"],
+        exact.get("tools"),
+        own | (exact.get("chat_template_kwargs") or {}),
+        may_call=fields.tool_choice != "none",
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
     )
+    text = rendered.text
     encoded = encode_prompt(model, text, "messages", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(fields.messages, fields.tools), fields.cache_salt)
     spans = chat_spans(keys, model.stride, fields.messages, fields.tools, text, encoded.ends)
@@ -256,8 +263,16 @@ def _chat_prompt(model: ModelText, fields: ChatFields) -> Prompt:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
     tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
-    prompt = Prompt(encoded.ids, spans, room if given is None else given, None, marks=kept, tools=tools)
-    return with_answer_so_far(model, fields, prompt)
+    limit = model.answer_limit(room if given is None else given)
+    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools)
+    return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
+
+
+def _own_variables(model: ModelText, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields that are variables of the chat template, and the names of those that it does not read."""
+    given = {name: value for name in _VARIABLES if (value := getattr(fields, name)) is not None}
+    read = {name: value for name, value in given.items() if model.template is not None and model.template.reads(name)}
+    return read, [name for name in given if name not in read]
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -285,7 +300,8 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
         check_ids(prompt, model.vocab_size, "prompt")
         encoded, tokens = None, prompt
     room = room_for(model, len(tokens), fields.max_tokens, "prompt")
-    max_tokens = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+    asked = min(COMPLETION_MAX_TOKENS, room) if fields.max_tokens is None else fields.max_tokens
+    max_tokens = model.answer_limit(asked)
     context = context_of(model.tokenizer, tokens)
     kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
@@ -316,7 +332,7 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
             code="answer_complete",
         )
     context = context_of(model.tokenizer, [*prompt.tokens, *answered] if prompt.context else answered)
-    return replace(prompt, answered=tuple(answered), context=context)
+    return replace(prompt, answered=tuple(answered), answered_chars=len(fields.answer_so_far), context=context)
 
 
 def keys_of(model: ModelText, canonical: bytes, salt: str | None) -> tuple[PrefixKey, ...]:
@@ -334,14 +350,14 @@ def room_for(model: ModelText, prompt_tokens: int, max_tokens: int | None, param
         raise BadRequest("the prompt is empty: it has no tokens", param=param)
     if prompt_tokens >= limit:
         raise BadRequest(
-            f"the prompt has {prompt_tokens} tokens; the model's context of {limit} holds prompt and answer",
+            f"{_longest(model)} for prompt and answer; the prompt has {prompt_tokens} tokens",
             param=param,
             code="context_length_exceeded",
         )
     if prompt_tokens + (max_tokens or 0) > limit:
         raise BadRequest(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than the model's "
-            f"context of {limit} tokens",
+            f"{_longest(model)} for prompt and answer; the prompt has {prompt_tokens} tokens and max_tokens is "
+            f"{max_tokens}",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -363,10 +379,16 @@ def make_job(
     echo: bool = False,
     says_nothing: bool = False,
     told: Mapping[str, Any] | None = None,
+    ignored: Sequence[str] = (),
 ) -> GenerationJob:
     """Return the job for these prompts; `fields` gives the sampling and the answer's form. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options needs stream to be true", param="stream_options")
+    options = fields.stream_options or StreamOptions()
+    hidden = ("stream_options.include_obfuscation",) if options.include_obfuscation else ()
+    least = fields.min_tokens or 0
+    if any(least > prompt.max_tokens for prompt in prompts):
+        raise BadRequest(f"min_tokens ({least}) is more than the answer may have", param="min_tokens")
     stop_ids = fields.stop_token_ids or []
     check_ids(stop_ids, model.vocab_size, "stop_token_ids")
     return GenerationJob(
@@ -377,18 +399,22 @@ def make_job(
         stop_token_ids=frozenset(stop_ids) | (frozenset() if fields.ignore_eos else model.eos_token_ids),
         salt=fields.cache_salt or "",
         stream=bool(fields.stream),
-        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        shows_special=fields.skip_special_tokens is False,
         is_seeded=fields.seed is not None,
         echo=echo,
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
         told=told or {},
+        ignored=tuple(dict.fromkeys((*fields.ignored, *hidden, *ignored))),
     )
 
 
 def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) -> SamplingParams:
+    """Return the sampling: what the request gives, else what the checkpoint advises, else the API's defaults."""
     default = SamplingParams()
-    given = {
+    given = dict(model.sampling) | {
         name: value
         for name in (
             "temperature",
@@ -401,12 +427,13 @@ def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) 
         )
         if (value := getattr(fields, name)) is not None
     }
-    top_k = max(0, given.pop("top_k", default.top_k))  # in vLLM -1 also means "all"
+    top_k = max(0, int(given.pop("top_k", default.top_k)))  # in vLLM -1 also means "all"
     return SamplingParams(
         **given,
         top_k=0 if top_k >= model.vocab_size else top_k,
         logit_bias=_logit_bias(fields.logit_bias or {}, model.vocab_size),
         seed=random.getrandbits(63) if fields.seed is None else fields.seed % 2**63,
+        min_tokens=fields.min_tokens or 0,
         logprobs=logprobs,
     )
 

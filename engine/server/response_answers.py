@@ -50,7 +50,7 @@ class ResponsesAnswer:
             )
         )
 
-    def events(self, choice: int, delta: Delta) -> bytes:
+    def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         self._finish = delta.finish or self._finish
         if not delta.text:

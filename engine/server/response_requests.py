@@ -20,6 +20,7 @@ from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
 from engine.server.fields import GenerationFields, OpenAiFields, check_number, parse_fields, shared
 from engine.server.marks import kept_marks
+from engine.server.rendered import render_chat
 from engine.server.requests import (
     GenerationJob,
     ModelText,
@@ -28,7 +29,6 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
-    render_chat,
     room_for,
     with_answer_so_far,
 )
@@ -90,19 +90,26 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         )
     _check_input(fields.input)
     messages = response_messages(fields.instructions, fields.input)
-    text = render_chat(model, messages, None, fields.chat_template_kwargs)
+    places = ["input"] if isinstance(fields.input, str) else [f"input[{i}].content" for i in range(len(fields.input))]
+    if fields.instructions is not None:
+        places.insert(0, "instructions")
+    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places)
+    text = rendered.text
     encoded = encode_prompt(model, text, "input", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
     spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "input")
     meant = GenerationFields(**shared(fields, OpenAiFields))
-    limit = room if fields.max_output_tokens is None else min(fields.max_output_tokens, room)
+    limit = model.answer_limit(room if fields.max_output_tokens is None else min(fields.max_output_tokens, room))
     kept = kept_marks(model, meant, (), len(encoded.ids))
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
     compact_json({"response": told}, "metadata")  # nested as in an event: what cannot be written fails now
-    sampled = {name: 1.0 if (value := getattr(fields, name)) is None else value for name in ("temperature", "top_p")}
+    sampled = {
+        name: model.sampling.get(name, 1.0) if (value := getattr(fields, name)) is None else value
+        for name in ("temperature", "top_p")
+    }
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
-    return make_job(model, meant, (prompt,), None, told=told | sampled)
+    return make_job(model, meant, (prompt,), None, told=told | sampled, ignored=(*fields.ignored, *rendered.ignored))
 
 
 def _check_input(given: object) -> None:

@@ -21,11 +21,13 @@ from engine.contract.message_errors import error_body
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.loop.metrics import EngineMetrics
+from engine.server.exact_numbers import exact_fields
 from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
 from engine.server.message_requests import count_tokens
-from engine.server.requests import ModelText, check_ids, check_length, check_model, render_chat
+from engine.server.rendered import render_chat
+from engine.server.requests import ModelText, check_ids, check_length, check_model
 from engine.server.service import EngineService, ServerState
 from engine.server.wire import MAX_BODY_BYTES, body_of, finish
 
@@ -297,7 +299,7 @@ def _tokens_of(model: ModelText, body: bytes) -> dict[str, Any]:
         messages = _typed(fields, "messages", list, [])
         tools = _typed(fields, "tools", list, [])
         check_number(tools, "tools")
-        text = render_chat(model, messages, tools)
+        text = render_chat(model, messages, tools).text
     check_length(model, text, "prompt" if "prompt" in fields else "messages")
     special = _typed(fields, "add_special_tokens", bool, "prompt" in fields)
     ids = model.tokenizer.encode(text, add_special_tokens=special).ids
@@ -312,7 +314,7 @@ def _text_of(model: ModelText, body: bytes) -> dict[str, Any]:
         raise BadRequest("tokens must be a list of token ids", param="tokens")
     if len(tokens) > model.max_model_len:  # to decode a million takes 0.3 s, in which nothing else runs
         raise BadRequest(
-            f"tokens has {len(tokens)} entries; the model's context holds {model.max_model_len}",
+            f"This model's maximum context length is {model.max_model_len} tokens; tokens has {len(tokens)} entries",
             param="tokens",
             code="context_length_exceeded",
         )
@@ -321,7 +323,7 @@ def _text_of(model: ModelText, body: bytes) -> dict[str, Any]:
 
 
 def _known(body: bytes, names: tuple[str, ...], model: ModelText) -> dict[str, Any]:
-    fields = parse_body(body)
+    fields = exact_fields(body, parse_body(body))
     for name in fields:
         if name not in names:
             raise BadRequest(f"{name} is not a field of this endpoint; allowed: {', '.join(names)}", param=name)

@@ -106,7 +106,10 @@ class EngineService:
                     logprobs=job.sampling.logprobs is not None,
                     context=prompt.context,
                     answered=len(prompt.answered),
+                    answered_chars=prompt.answered_chars,
                     sends_ids=job.returns_token_ids,
+                    shows_special=job.shows_special,
+                    min_tokens=job.sampling.min_tokens,
                 )
         return requests, choices
 

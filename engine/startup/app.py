@@ -33,19 +33,24 @@ from engine.common.without_effect import without_effect
 from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
+from engine.model.generation import Generation
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import ServerState
 from engine.startup.background import background
+from engine.startup.descriptors import want_descriptors
 from engine.startup.idle_settings import RULES
 from engine.startup.loaded import LoadedModel, StartError
 from engine.startup.settings import EngineSettings
 from engine.startup.tasks import BackendStuck, engine_tasks
 from engine.startup.tier_settings import real_stores
+from engine.startup.unread import say_unread
 from engine.text.chat import ChatTemplate
+from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
-from engine.text.tokenizer import Tokenizer, TokenizerError
+from engine.text.token_files import TokenizerError
+from engine.text.tokenizer import Tokenizer
 from engine.tiers.stores.store import Store, TierError
 
 if TYPE_CHECKING:
@@ -68,6 +73,7 @@ def run(settings: EngineSettings) -> int:
     configure_audit()
     for words in without_effect(settings, RULES):
         log.warning("%s", words)
+    want_descriptors(settings.max_running + settings.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -124,6 +130,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
+    generation = Generation.from_path(settings.model) if settings.generation_config else Generation()
+    say_unread(settings.model, tokenizer, generation)
     backend: Backend
     stores: tuple[Store, ...] = ()
     if settings.device == "sim":
@@ -140,10 +148,12 @@ def load(settings: EngineSettings) -> LoadedModel:
     text = ModelText(
         name=settings.model_name,
         tokenizer=tokenizer,
-        template=template,
+        template=None if template is None else ChatRenderer(template),
         vocab_size=config.vocab_size,
         max_model_len=settings.max_model_len or max_model_len,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
+        sampling=generation.sampling,
+        max_new_tokens=generation.max_new_tokens,
         stride=settings.stride,
         token_cache=TokenCache(tokenizer, settings.token_cache_mib * 2**20),
         least_kept_tokens=settings.pin_min_tokens,

@@ -35,6 +35,12 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's"
     )
+    generation_config: bool = Field(
+        True,
+        description="Take sampling fields that a request does not give (temperature, top_p, top_k, min_p, "
+        "repetition_penalty), and the longest answer, from the checkpoint's generation_config.json, as vLLM does; "
+        "off: the API's defaults, for clients that rely on them",
+    )
     host: str = Field("127.0.0.1", description="Address to listen on; empty: all, 0.0.0.0: all IPv4 addresses")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
     api_key_file: Path | None = Field(

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.contract.errors import BadRequest
-from engine.text.tokenizer import TokenizerError, read_json, read_text
+from engine.text.token_files import TokenFiles, TokenizerError, read_json, read_text
 
 _RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -44,18 +44,29 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
+        self._sources = source + (with_tools or "")
+        self.variables: frozenset[str] = frozenset(
+            name
+            for one in (source, with_tools or "")
+            for name in meta.find_undeclared_variables(environment.parse(one))
+        )
+        """The variables that the template reads, of those that it does not set itself."""
 
     @classmethod
     def from_path(cls, folder: Path) -> ChatTemplate | None:
         """Return the template of the checkpoint in `folder`, None if it has none. Raises TokenizerError."""
-        config = read_json(folder / "tokenizer_config.json")
-        source, with_tools = _template_sources(folder, config)
+        files = TokenFiles.from_path(folder)
+        source, with_tools = _template_sources(folder, files.config)
         if source is None:
             return None
         try:
-            return cls(source, _special_tokens(folder, config), with_tools)
+            return cls(source, files.named, with_tools)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"the chat template of {folder} is not valid: line {error.lineno}: {error}") from None
+
+    def mentions(self, word: str) -> bool:
+        """Return whether the template's text has this word, such as the name of a role."""
+        return word in self._sources
 
     def render(
         self,
@@ -91,12 +102,16 @@ class ChatTemplate:
     ) -> str:
         """Render up to the end of the last message's content, so that the model continues that message.
 
+        The content is a text, or a list of one text part.
+
         The method is that of transformers for `continue_final_message`: a mark after the content shows its end. If the
         template trims the content, white space before the mark is left out. Raises BadRequest.
         """
         final = messages[-1]
-        content = str(final.get("content") or "")
-        marked = [*messages[:-1], {**final, "content": content + _MARK}]
+        given = final.get("content") or ""
+        content = given[0]["text"] if isinstance(given, list) else given
+        marked_content = [{**given[0], "text": content + _MARK}] if isinstance(given, list) else content + _MARK
+        marked = [*messages[:-1], {**final, "content": marked_content}]
         text = self.render(marked, tools, variables, add_generation_prompt=False)
         at = text.rfind(_MARK.strip())
         if at < 0 or content.strip() not in text:
@@ -158,14 +173,3 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> tuple[str | No
     if not all(one is None or isinstance(one, str) for one in sources):
         raise TokenizerError(f"{folder}: chat_template must be a string or a list with one named 'default'")
     return sources[0], sources[1]
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and similar tokens: strings, or objects with the string in `content`."""
-    merged = {**read_json(folder / "special_tokens_map.json"), **config}
-    tokens = {}
-    for name, value in merged.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens

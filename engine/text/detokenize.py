@@ -44,22 +44,25 @@ class Detokenizer:
     with context the text does not begin here, so the space stays.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, shows_special: bool = False) -> None:
+        """`shows_special`: whether the text has special tokens."""
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        self._bytes_of = tokenizer.shown_bytes if shows_special else tokenizer.decoded_bytes
         self._utf8 = _UTF8("replace") if tokenizer.joins_bytes else None
         self._window = list(context)
         """The tokens of the last piece, which the decoder needs as context, and the tokens whose text is pending."""
         self._context = len(self._window)
         """Tokens of the last piece in `_window`."""
-        self._sent = len(tokenizer.decode(self._window)) if self._window else 0
+        self._sent = len(self._decode(self._window)) if self._window else 0
         """Characters of the decoded window that have been returned."""
 
     def push(self, token: int) -> str:
         """Return the text that `token` makes certain. It is often empty within a character."""
         if self._utf8 is not None:
-            return self._utf8.decode(self._tokenizer.decoded_bytes(token))
+            return self._utf8.decode(self._bytes_of(token))
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         certain = len(text.rstrip(_REPLACEMENT))
         if len(self._window) - self._context > _LONGEST_CHARACTER:
             certain = max(certain, len(text) - 1)
@@ -75,10 +78,10 @@ class Detokenizer:
         """Return the rest, with an incomplete character as U+FFFD. Push nothing afterwards."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
-        return self._tokenizer.decode(self._window)[self._sent :]
+        return self._decode(self._window)[self._sent :]
 
     def _shrink_to(self, start: int) -> None:
-        rest = self._tokenizer.decode(self._window[start:])
+        rest = self._decode(self._window[start:])
         if rest:  # tokens without text are no context: a decoder may strip the space after them
             self._window = self._window[start:]
             self._context = len(self._window)
@@ -86,10 +89,13 @@ class Detokenizer:
 
     def _split(self, text: str) -> None:
         for start in range(len(self._window) - _LONGEST_CHARACTER, len(self._window)):
-            head = self._tokenizer.decode(self._window[:start])
-            tail = self._tokenizer.decode(self._window[start:])
+            head = self._decode(self._window[:start])
+            tail = self._decode(self._window[start:])
             if tail and head + tail == text:
                 self._window = self._window[start:]
                 self._context = 0
                 self._sent = max(0, self._sent - len(head))
                 return
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=not self._shows_special)

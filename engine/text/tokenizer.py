@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -13,13 +13,10 @@ import tokenizers
 
 from engine.text.cuts import Cuts
 from engine.text.text_limit import TextLimit
+from engine.text.token_files import TokenFiles, TokenizerError
 
 PART_CHARS = 2**18
 """Characters that are encoded at once of a text that may have too many tokens."""
-
-
-class TokenizerError(Exception):
-    """A tokenizer or chat template that the engine cannot use; the text names the file and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +74,17 @@ class _Ends(Sequence[int]):
 class Tokenizer:
     """Thread-safe. Encoding releases the interpreter lock."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, files: TokenFiles | None = None) -> None:
+        """`files`: what the checkpoint's other files say about tokens."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if files is not None:
+            files.add_to(tokenizer)
+        self.unread: Mapping[str, Mapping[str, Any]] = {} if files is None else files.unread(tokenizer)
+        """Entries of the checkpoint's files, by file, that are not followed although they might change an answer."""
+        eos = None if files is None else tokenizer.token_to_id(files.named.get("eos_token", ""))
+        self.eos_token_ids: frozenset[int] = frozenset() if eos is None else frozenset((eos,))
+        """The id of the token named `eos_token`, if there is one. A chat's end is often only here."""
         self._tokenizer = tokenizer
         state = json.loads(tokenizer.to_str())
         self._byte_level = '"ByteLevel"' in json.dumps(state["decoder"])
@@ -105,9 +110,10 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist: the engine needs a checkpoint with a fast tokenizer")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from None
+        return cls(tokenizer, TokenFiles.from_path(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Return the ids of `text`. `add_special_tokens`: apply the tokenizer's post-processor, which may add BOS.
@@ -156,10 +162,13 @@ class Tokenizer:
 
     def decoded_bytes(self, token: int) -> bytes:
         """Return the bytes that `decode` joins for a token if `joins_bytes`. A special token has none."""
+        return b"" if token in self._special else self.shown_bytes(token)
+
+    def shown_bytes(self, token: int) -> bytes:
+        """Return the same as `decoded_bytes`, and the text of a special token too."""
         found = self._decoded.get(token)
         if found is None:  # the cache has at most one entry per token of the vocabulary
-            text = "" if token in self._special else self.token_text(token)
-            found = self._decoded[token] = self._byte_level_bytes(text)
+            found = self._decoded[token] = self._byte_level_bytes(self.token_text(token))
         return found
 
     def token_id(self, token: str) -> int | None:
@@ -185,27 +194,6 @@ class Tokenizer:
     def _byte_level_bytes(self, text: str) -> bytes:
         mapped = [self._bytes_of_char.get(char) for char in text]
         return text.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, empty if the file does not exist. Raises TokenizerError."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(read_text(path))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object")
-    return content
-
-
-def read_text(path: Path) -> str:
-    """Return a file's text. Raises TokenizerError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}") from None
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -19,6 +19,7 @@ from engine.tiers.allowance import Allowance, StepSharing
 from engine.tiers.copies.base import Direction
 from engine.tiers.copies.fetch import Held, Prefill
 from engine.tiers.fetches import Fetch, Wanted, plan
+from engine.tiers.health import TierHealth
 from engine.tiers.keys import TieredKeys
 from engine.tiers.leaving import Leaving
 from engine.tiers.link import PAUSE_S, Link
@@ -75,6 +76,7 @@ class Tiers:
         self._later = sharing.later
         self._pool = pool
         self._links = links
+        self._health = {link.tier: TierHealth(link.tier, clock) for link in links}
         self._step_tokens = step_tokens
         self._clock = clock
         self._cost = StepCost()
@@ -425,19 +427,19 @@ class Tiers:
 
     def _take_in(self, link: Link) -> None:
         """Process the copies over this link that have ended."""
+        self._health[link.tier].check(is_busy=link.is_busy)
         for end in link.poll():
             with self._allowance.spending() if end.direction is Direction.DEMOTE else nullcontext():
                 link.end(end)
+            self._health[link.tier].ended(end.direction, end.error, moved=bool(end.done))
             if end.error is not None:
                 self.stats.errors[link.tier] += 1
                 if end.direction is Direction.DEMOTE:
                     link.paused_until_s = self._clock() + PAUSE_S
-            if end.direction is Direction.PROMOTE:
-                self.stats.promoted[link.tier] += len(end.done)
-            else:
-                self.stats.demoted[link.tier] += len(end.done)
-                if link.spoilt:
-                    link.spoilt.difference_update(pair.target for pair in end.done)
+            moved = self.stats.promoted if end.direction is Direction.PROMOTE else self.stats.demoted
+            moved[link.tier] += len(end.done)
+            if end.direction is Direction.DEMOTE and link.spoilt:
+                link.spoilt.difference_update(pair.target for pair in end.done)
 
     def _go_down(self) -> None:
         """Begin copies of more blocks that go down, and release what has been copied."""

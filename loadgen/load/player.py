@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from engine.common.collector import quiet_collector
+from engine.common.descriptors import raise_file_limit
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.load.clock import clock_of
-from loadgen.load.process import first_of, raise_file_limit
+from loadgen.load.process import first_of
 from loadgen.load.target import CONNECT, Call
 from loadgen.measure.records import KEPT_KEYS, RecordLog, Records, RequestRecord
 from loadgen.workloads.base import Session, Workload

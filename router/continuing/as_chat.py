@@ -15,7 +15,7 @@ import orjson
 from engine.common.sse import named_event, sse_event
 from engine.contract.messages import is_billing
 from router.continuing.continuations import EventRewriter, Json, own_counts
-from router.continuing.transcript_messages import MessageSaid
+from router.continuing.transcript import MessageTranscript
 
 _SAME = ("model", "temperature", "top_p", "top_k", "cache_salt", "chat_template_kwargs")
 _KNOWN = frozenset(
@@ -54,12 +54,12 @@ def chat_of(fields: Mapping[str, Any]) -> list[Json] | None:
     return chat
 
 
-def asked_as_chat(fields: Mapping[str, Any], said: MessageSaid) -> Json:
+def asked_as_chat(fields: Mapping[str, Any], transcript: MessageTranscript) -> Json:
     """Return the request for the rest. `chat_of(fields)` must not be None."""
     return {
         **{name: fields[name] for name in _SAME if fields.get(name) is not None},
-        "messages": [*(chat_of(fields) or ()), {"role": "assistant", "content": said.text}],
-        "max_tokens": max(1, fields["max_tokens"] - said.made),
+        "messages": [*(chat_of(fields) or ()), {"role": "assistant", "content": transcript.text}],
+        "max_tokens": max(1, fields["max_tokens"] - transcript.made),
         "stop": fields.get("stop_sequences") or [],
         **{"stream": True, "stream_options": {"include_usage": True}},
         **{"continue_final_message": True, "add_generation_prompt": False},
@@ -69,10 +69,10 @@ def asked_as_chat(fields: Mapping[str, Any], said: MessageSaid) -> Json:
 class ChatToMessage(EventRewriter):
     """See Rewriter: turns events of a chat into those of the message that the client has begun to read."""
 
-    def __init__(self, said: MessageSaid, prompt_tokens: int | None) -> None:
+    def __init__(self, transcript: MessageTranscript, prompt_tokens: int | None) -> None:
         super().__init__()
-        self._usage = said.begun_usage
-        self._made = said.made
+        self._usage = transcript.begun_usage
+        self._made = transcript.made
         self._prompt_tokens = prompt_tokens
         self._count = 0
         self._why: Json = {"stop_reason": None, "stop_sequence": None}

@@ -11,14 +11,14 @@ from engine.common.sse import DONE, SseDecoder, sse_event
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.continuations import (
     COUNTS_OUTPUT,
+    Continuation,
     Json,
-    Way,
     is_rendered_as_is,
     own_counts,
     takes_so_far,
     with_less,
 )
-from router.continuing.transcript import Said
+from router.continuing.transcript import Transcript
 
 COMPLETION_MAX_TOKENS = 16
 """Default of `max_tokens` at `/v1/completions`, in the API and in vLLM, SGLang and our engine."""
@@ -86,78 +86,82 @@ class ChatApi:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    def way_of(self, card: Mapping[str, Any], fields: Mapping[str, Any], said: Said) -> Way | None:
+    def continuation_of(
+        self, card: Mapping[str, Any], fields: Mapping[str, Any], transcript: Transcript
+    ) -> Continuation | None:
         """See Api."""
         if takes_so_far(card):
-            return Way.SO_FAR
+            return Continuation.SO_FAR
         if any(fields.get(name) for name in COUNTS_OUTPUT):
             return None
         if self._endpoint is Endpoint.COMPLETIONS:
-            return Way.PROMPT if isinstance(fields.get("prompt"), str) else None
+            return Continuation.PROMPT if isinstance(fields.get("prompt"), str) else None
         kind = card.get("owned_by")
         if kind == "sglang":  # SGLang puts the text after the prompt as it is
-            return Way.MESSAGE
-        return Way.MESSAGE if kind == "vllm" and is_rendered_as_is(said.text) else None
+            return Continuation.MESSAGE
+        return Continuation.MESSAGE if kind == "vllm" and is_rendered_as_is(transcript.text) else None
 
     def limit(self, fields: Mapping[str, Any]) -> int | None:
         """Return the most tokens that the answer may have; None: as many as fit in the context."""
         given = [value for name in _LIMITS if type(value := fields.get(name)) is int]
         return min(given) if given else COMPLETION_MAX_TOKENS if self._endpoint is Endpoint.COMPLETIONS else None
 
-    def path(self, way: Way) -> Endpoint:
+    def path(self, continuation: Continuation) -> Endpoint:
         """See Api."""
         return self._endpoint
 
-    def asked(self, fields: Mapping[str, Any], said: Said, way: Way) -> Json:
+    def asked(self, fields: Mapping[str, Any], transcript: Transcript, continuation: Continuation) -> Json:
         """See Api."""
         asked = dict(fields)
-        if way is Way.SO_FAR:
-            return asked | {ANSWER_SO_FAR: said.text}
-        if way is Way.PROMPT:
-            asked["prompt"] = fields["prompt"] + said.text
+        if continuation is Continuation.SO_FAR:
+            return asked | {ANSWER_SO_FAR: transcript.text}
+        if continuation is Continuation.PROMPT:
+            asked["prompt"] = fields["prompt"] + transcript.text
             if asked.get("max_tokens") is None:
                 asked["max_tokens"] = COMPLETION_MAX_TOKENS
         else:
-            asked["messages"] = [*fields["messages"], {"role": "assistant", "content": said.text}]
+            asked["messages"] = [*fields["messages"], {"role": "assistant", "content": transcript.text}]
             asked |= {"continue_final_message": True, "add_generation_prompt": False}
-        return with_less(asked, (*_LIMITS, "min_tokens"), said.made)
+        return with_less(asked, (*_LIMITS, "min_tokens"), transcript.made)
 
-    def ending(self, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+    def ending(self, fields: Mapping[str, Any], transcript: Transcript, prompt_tokens: int | None) -> bytes | None:
         """See Api."""
-        if said.is_done:
+        if transcript.is_done:
             return b""
         most = self.limit(fields)
-        if not (said.finish or said.is_full) and (most is None or said.made < most):
+        if not (transcript.finish or transcript.is_full) and (most is None or transcript.made < most):
             return None
         events = b""
         is_chat = self._endpoint is Endpoint.CHAT
-        head = {**said.head, "object": "chat.completion.chunk" if is_chat else "text_completion"}
-        if not said.finish:
+        head = {**transcript.head, "object": "chat.completion.chunk" if is_chat else "text_completion"}
+        if not transcript.finish:
             content: Json = {"delta": {}} if is_chat else {"text": ""}
             choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length"}
             events += sse_event(orjson.dumps({**head, "choices": [choice]}))
         options = fields.get("stream_options")
-        if isinstance(options, dict) and options.get("include_usage") and not said.has_usage:
+        if isinstance(options, dict) and options.get("include_usage") and not transcript.has_usage:
             if prompt_tokens is None:
                 return None
-            usage = _usage(prompt_tokens, max(said.made, most or 0) if said.is_full else said.made, None)
+            usage = _usage(
+                prompt_tokens, max(transcript.made, most or 0) if transcript.is_full else transcript.made, None
+            )
             events += sse_event(orjson.dumps({**head, "choices": [], "usage": usage}))
         return events + DONE
 
-    def rewriter(self, said: Said, way: Way, prompt_tokens: int | None) -> ChatRewriter:
+    def rewriter(self, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None) -> ChatRewriter:
         """See Api."""
-        return ChatRewriter(said, way, prompt_tokens)
+        return ChatRewriter(transcript, continuation, prompt_tokens)
 
 
 class ChatRewriter:
     """See Rewriter."""
 
-    def __init__(self, said: Said, way: Way, prompt_tokens: int | None) -> None:
+    def __init__(self, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None) -> None:
         """`prompt_tokens`: those of the request, if known."""
         self._decoder = SseDecoder()
-        self._head = said.head
-        self._has_role = said.has_role
-        self._made = said.made if way in (Way.PROMPT, Way.MESSAGE) else None
+        self._head = transcript.head
+        self._has_role = transcript.has_role
+        self._made = transcript.made if continuation in (Continuation.PROMPT, Continuation.MESSAGE) else None
         """Generated tokens that the engine counts as a part of the prompt; None if it counts them as generated."""
         self._prompt_tokens = prompt_tokens
 

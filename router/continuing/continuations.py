@@ -1,6 +1,6 @@
-"""The ways to ask an engine for the rest of an answer, in any API.
+"""Continuations: the ways to ask an engine for the rest of an answer, in any API.
 
-| way | engines | what they are sent |
+| continuation | engines | what they are sent |
 |---|---|---|
 | ANEW | any | the original request, since the client has no text yet |
 | SO_FAR | ours: the model card accepts `answer_so_far` | the request, and the text in that field |
@@ -19,7 +19,7 @@ import orjson
 
 from engine.common.sse import DONE, DONE_DATA, SseDecoder
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
-from router.continuing.transcript import Said
+from router.continuing.transcript import Transcript
 
 Json = dict[str, Any]
 COUNTS_OUTPUT = ("presence_penalty", "frequency_penalty")
@@ -28,7 +28,7 @@ _THOUGHTS = ("<think>", "</think>")
 """Chat templates split a message at these marks."""
 
 
-class Way(Enum):
+class Continuation(Enum):
     """A way to give an engine the text so far. The first way that an engine supports is used."""
 
     ANEW = auto()
@@ -93,24 +93,26 @@ class Api(Protocol):
         """The field with the stop strings."""
         ...
 
-    def way_of(self, card: Mapping[str, Any], fields: Mapping[str, Any], said: Said) -> Way | None:
-        """Return how to give a text that is not empty to the engine with this model card; None if there is no way."""
+    def continuation_of(
+        self, card: Mapping[str, Any], fields: Mapping[str, Any], transcript: Transcript
+    ) -> Continuation | None:
+        """Return how to give a text that is not empty to the engine with this model card; None if there is none."""
         ...
 
-    def path(self, way: Way) -> Endpoint:
+    def path(self, continuation: Continuation) -> Endpoint:
         """Return the endpoint that is asked for the rest."""
         ...
 
-    def asked(self, fields: Mapping[str, Any], said: Said, way: Way) -> Json:
-        """Return the request for the rest, for any way except ANEW."""
+    def asked(self, fields: Mapping[str, Any], transcript: Transcript, continuation: Continuation) -> Json:
+        """Return the request for the rest, for any continuation except ANEW."""
         ...
 
-    def ending(self, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+    def ending(self, fields: Mapping[str, Any], transcript: Transcript, prompt_tokens: int | None) -> bytes | None:
         """Return the missing events if all tokens have been generated; None if some have not, or if it is not known.
         `prompt_tokens`: those of the request, if known."""
         ...
 
-    def rewriter(self, said: Said, way: Way, prompt_tokens: int | None) -> Rewriter:
+    def rewriter(self, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None) -> Rewriter:
         """Return the rewriter of the engine's answer to `asked`."""
         ...
 

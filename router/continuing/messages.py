@@ -10,9 +10,8 @@ import orjson
 from engine.common.sse import named_event
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.as_chat import ChatToMessage, asked_as_chat, chat_of
-from router.continuing.continuations import EventRewriter, Json, Rewriter, Way, is_rendered_as_is, takes_so_far
-from router.continuing.transcript import Said
-from router.continuing.transcript_messages import MessageSaid
+from router.continuing.continuations import Continuation, EventRewriter, Json, Rewriter, is_rendered_as_is, takes_so_far
+from router.continuing.transcript import MessageTranscript, Transcript
 
 _FREE = frozenset(
     (
@@ -44,52 +43,66 @@ class MessageApi:
     only = _ONLY
     stop = "stop_sequences"
 
-    def way_of(self, card: Mapping[str, Any], fields: Mapping[str, Any], said: Said) -> Way | None:
+    def continuation_of(
+        self, card: Mapping[str, Any], fields: Mapping[str, Any], transcript: Transcript
+    ) -> Continuation | None:
         """See Api."""
         if takes_so_far(card):
-            return Way.SO_FAR
-        is_able = card.get("owned_by") == "vllm" and is_rendered_as_is(said.text) and chat_of(fields) is not None
-        return Way.MESSAGE if is_able else None
+            return Continuation.SO_FAR
+        is_able = card.get("owned_by") == "vllm" and is_rendered_as_is(transcript.text) and chat_of(fields) is not None
+        return Continuation.MESSAGE if is_able else None
 
-    def path(self, way: Way) -> Endpoint:
+    def path(self, continuation: Continuation) -> Endpoint:
         """See Api."""
-        return Endpoint.CHAT if way is Way.MESSAGE else Endpoint.MESSAGES
+        return Endpoint.CHAT if continuation is Continuation.MESSAGE else Endpoint.MESSAGES
 
-    def asked(self, fields: Mapping[str, Any], said: Said, way: Way) -> Json:
+    def asked(self, fields: Mapping[str, Any], transcript: Transcript, continuation: Continuation) -> Json:
         """See Api."""
-        assert isinstance(said, MessageSaid)
-        return asked_as_chat(fields, said) if way is Way.MESSAGE else {**fields, ANSWER_SO_FAR: said.text}
+        assert isinstance(transcript, MessageTranscript)
+        return (
+            asked_as_chat(fields, transcript)
+            if continuation is Continuation.MESSAGE
+            else {**fields, ANSWER_SO_FAR: transcript.text}
+        )
 
-    def ending(self, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+    def ending(self, fields: Mapping[str, Any], transcript: Transcript, prompt_tokens: int | None) -> bytes | None:
         """See Api. The prompt's tokens are those in the first event."""
-        assert isinstance(said, MessageSaid)
-        if said.is_done:
+        assert isinstance(transcript, MessageTranscript)
+        if transcript.is_done:
             return b""
-        if said.finish:
-            return _event({"type": "message_stop"}) if said.has_usage else None
+        if transcript.finish:
+            return _event({"type": "message_stop"}) if transcript.has_usage else None
         most = fields.get("max_tokens")
-        if type(most) is not int or not said.begun_usage or not (said.is_full or said.made >= max(1, most)):
+        if (
+            type(most) is not int
+            or not transcript.begun_usage
+            or not (transcript.is_full or transcript.made >= max(1, most))
+        ):
             return None
-        closing = _closing(said)
-        usage = {**said.begun_usage, "output_tokens": max(said.made, most)}
+        closing = _closing(transcript)
+        usage = {**transcript.begun_usage, "output_tokens": max(transcript.made, most)}
         why = {"stop_reason": "max_tokens", "stop_sequence": None}
         return (
             closing + _event({"type": "message_delta", "delta": why, "usage": usage}) + _event({"type": "message_stop"})
         )
 
-    def rewriter(self, said: Said, way: Way, prompt_tokens: int | None) -> Rewriter:
+    def rewriter(self, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None) -> Rewriter:
         """See Api. Our engine counts the text so far as generated."""
-        assert isinstance(said, MessageSaid)
-        return ChatToMessage(said, prompt_tokens) if way is Way.MESSAGE else MessageRewriter(said)
+        assert isinstance(transcript, MessageTranscript)
+        return (
+            ChatToMessage(transcript, prompt_tokens)
+            if continuation is Continuation.MESSAGE
+            else MessageRewriter(transcript)
+        )
 
 
 class MessageRewriter(EventRewriter):
     """See Rewriter. It continues the block of text that the client reads, and closes it before any other block."""
 
-    def __init__(self, said: MessageSaid) -> None:
+    def __init__(self, transcript: MessageTranscript) -> None:
         super().__init__()
-        self._has_start = bool(said.head)
-        self._open = _closing(said)
+        self._has_start = bool(transcript.head)
+        self._open = _closing(transcript)
         """The event that closes the block that the client reads; empty if there is none."""
         self._goes_on = False
         """Whether the engine's first block is the rest of that block."""
@@ -120,9 +133,11 @@ class MessageRewriter(EventRewriter):
         return closing
 
 
-def _closing(said: MessageSaid) -> bytes:
+def _closing(transcript: MessageTranscript) -> bytes:
     """Return the event that closes the block that the client reads; empty if there is none."""
-    return _event({"type": "content_block_stop", "index": 0}) if said.is_open and not said.is_closed else b""
+    return (
+        _event({"type": "content_block_stop", "index": 0}) if transcript.is_open and not transcript.is_closed else b""
+    )
 
 
 def _event(event: Json) -> bytes:

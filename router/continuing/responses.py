@@ -14,16 +14,15 @@ from engine.common.sse import named_event
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.continuations import (
     COUNTS_OUTPUT,
+    Continuation,
     EventRewriter,
     Json,
-    Way,
     is_rendered_as_is,
     own_counts,
     takes_so_far,
     with_less,
 )
-from router.continuing.transcript import Said
-from router.continuing.transcript_responses import BEGINNINGS, ENDS, ResponseSaid
+from router.continuing.transcript import BEGINNINGS, ENDS, ResponseTranscript, Transcript
 
 _LIMIT = "max_output_tokens"
 _FREE = frozenset(
@@ -53,41 +52,43 @@ class ResponseApi:
     only = _ONLY
     stop = "stop"
 
-    def way_of(self, card: Mapping[str, Any], fields: Mapping[str, Any], said: Said) -> Way | None:
+    def continuation_of(
+        self, card: Mapping[str, Any], fields: Mapping[str, Any], transcript: Transcript
+    ) -> Continuation | None:
         """See Api."""
         if takes_so_far(card):
-            return Way.SO_FAR
+            return Continuation.SO_FAR
         if any(fields.get(name) for name in COUNTS_OUTPUT):
             return None
-        return Way.MESSAGE if card.get("owned_by") == "vllm" and is_rendered_as_is(said.text) else None
+        return Continuation.MESSAGE if card.get("owned_by") == "vllm" and is_rendered_as_is(transcript.text) else None
 
-    def path(self, way: Way) -> Endpoint:
+    def path(self, continuation: Continuation) -> Endpoint:
         """See Api."""
         return Endpoint.RESPONSES
 
-    def asked(self, fields: Mapping[str, Any], said: Said, way: Way) -> Json:
+    def asked(self, fields: Mapping[str, Any], transcript: Transcript, continuation: Continuation) -> Json:
         """See Api."""
-        assert isinstance(said, ResponseSaid)
-        if way is Way.SO_FAR:
-            return {**fields, ANSWER_SO_FAR: said.text}
+        assert isinstance(transcript, ResponseTranscript)
+        if continuation is Continuation.SO_FAR:
+            return {**fields, ANSWER_SO_FAR: transcript.text}
         given = fields["input"]
         items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-        part = {"type": "output_text", "text": said.text, "annotations": []}
-        begun = {"type": "message", "id": said.place["item_id"], "role": "assistant", "status": "in_progress"}
-        return with_less({**fields, "input": [*items, {**begun, "content": [part]}]}, (_LIMIT,), said.made)
+        part = {"type": "output_text", "text": transcript.text, "annotations": []}
+        begun = {"type": "message", "id": transcript.place["item_id"], "role": "assistant", "status": "in_progress"}
+        return with_less({**fields, "input": [*items, {**begun, "content": [part]}]}, (_LIMIT,), transcript.made)
 
-    def ending(self, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+    def ending(self, fields: Mapping[str, Any], transcript: Transcript, prompt_tokens: int | None) -> bytes | None:
         """See Api."""
-        assert isinstance(said, ResponseSaid)
-        if said.is_done:
+        assert isinstance(transcript, ResponseTranscript)
+        if transcript.is_done:
             return b""
         most = fields.get(_LIMIT)
-        if type(most) is not int or prompt_tokens is None or not (said.is_full or said.made >= most):
+        if type(most) is not int or prompt_tokens is None or not (transcript.is_full or transcript.made >= most):
             return None
-        if said.is_closed or not said.response or not said.place:
+        if transcript.is_closed or not transcript.response or not transcript.place:
             return None
-        output = max(said.made, most)
-        writing = _Writing(said)
+        output = max(transcript.made, most)
+        writing = _Writing(transcript)
         ended = {
             **{"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}},
             "usage": {
@@ -97,25 +98,27 @@ class ResponseApi:
             },
         }
         closing = writing.close("incomplete")
-        whole = {**said.response, **ended, "output": [writing.item("incomplete")]}
+        whole = {**transcript.response, **ended, "output": [writing.item("incomplete")]}
         return closing + writing.event({"type": "response.incomplete", "response": whole})
 
-    def rewriter(self, said: Said, way: Way, prompt_tokens: int | None) -> ResponseRewriter:
+    def rewriter(
+        self, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None
+    ) -> ResponseRewriter:
         """See Api."""
-        assert isinstance(said, ResponseSaid)
-        return ResponseRewriter(said, way, prompt_tokens)
+        assert isinstance(transcript, ResponseTranscript)
+        return ResponseRewriter(transcript, continuation, prompt_tokens)
 
 
 class _Writing:
     """The growing message that the client reads, and the number of the last event."""
 
-    def __init__(self, said: ResponseSaid) -> None:
-        self._number = said.number
-        self._has_item, self.has_part = bool(said.item), said.has_part
-        self._begun = said.item or {"type": "message", "id": said.place.get("item_id"), "role": "assistant"}
-        self.place = said.place
-        self.pieces = [said.text]
-        self.is_open = bool(said.place)
+    def __init__(self, transcript: ResponseTranscript) -> None:
+        self._number = transcript.number
+        self._has_item, self.has_part = bool(transcript.item), transcript.has_part
+        self._begun = transcript.item or {"type": "message", "id": transcript.place.get("item_id"), "role": "assistant"}
+        self.place = transcript.place
+        self.pieces = [transcript.text]
+        self.is_open = bool(transcript.place)
 
     def event(self, event: Json) -> bytes:
         """Return the event with the next number."""
@@ -151,13 +154,13 @@ class _Writing:
 class ResponseRewriter(EventRewriter):
     """See Rewriter. It continues the text that the client reads, and closes its item before another begins."""
 
-    def __init__(self, said: ResponseSaid, way: Way, prompt_tokens: int | None) -> None:
+    def __init__(self, transcript: ResponseTranscript, continuation: Continuation, prompt_tokens: int | None) -> None:
         super().__init__()
-        self._head = said.head
-        self._made = said.made if way is Way.MESSAGE else None
+        self._head = transcript.head
+        self._made = transcript.made if continuation is Continuation.MESSAGE else None
         """Generated tokens that the engine counts as a part of the prompt; None if it counts them as generated."""
         self._prompt_tokens = prompt_tokens
-        self._writing = _Writing(said)
+        self._writing = _Writing(transcript)
         self._is_continued = self._writing.is_open
         """Whether the client had begun to read a message."""
         self._theirs: str | None = None

@@ -1,8 +1,8 @@
 """Get the rest of a broken stream from another pod: make the request, and rewrite the answer so that it continues.
 
 Pure. From the request and the answer so far, it makes the body that asks for the rest. It turns the events of the rest
-into events that continue those the client has. `ways.py` has the ways to give the text so far to the other engine. Each
-API has its own module for its requests and events.
+into events that continue those the client has. `continuations.py` has the ways to give the text so far to the other
+engine. Each API has its own module for its requests and events.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import orjson
 
 from engine.contract.requests import Endpoint
 from router.continuing.chats import ChatApi
-from router.continuing.continuations import COUNTS_OUTPUT, Api, Rewriter, Way
+from router.continuing.continuations import COUNTS_OUTPUT, Api, Continuation, Rewriter
 from router.continuing.messages import MessageApi
 from router.continuing.responses import ResponseApi
-from router.continuing.transcript import Said
+from router.continuing.transcript import Transcript
 
 _APIS: Mapping[str, Api] = {
     Endpoint.CHAT: ChatApi(Endpoint.CHAT),
@@ -49,13 +49,13 @@ def fields_of(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> str:
+def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], transcript: Transcript) -> str:
     """Return what makes it impossible to get the rest from any other pod; empty if nothing does."""
-    if said.obstacle:
-        return said.obstacle
-    if said.is_empty or said.finish or said.is_done:
+    if transcript.obstacle:
+        return transcript.obstacle
+    if transcript.is_empty or transcript.finish or transcript.is_done:
         return ""
-    if said.is_closed:
+    if transcript.is_closed:
         return "end"  # the text ended, and no other pod can tell why
     for name in _LIMITS:
         if type(fields.get(name)) not in (int, NoneType):
@@ -67,35 +67,43 @@ def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> str:
         # `1 == True` in Python.
         if not any(value == allowed and type(value) is type(allowed) for allowed in api.only.get(name, ())):
             return name
-    text, stops = said.text, _stops(fields.get(api.stop))
+    text, stops = transcript.text, _stops(fields.get(api.stop))
     if sum(map(len, stops)) > MAX_STOP_CHARS or any(text.endswith(s[:length]) for s in stops for length in _lengths(s)):
         return "stop"  # the rest may complete the stop string, whose beginning is sent already
     return ""
 
 
-def way_of(card: Mapping[str, Any], endpoint: Endpoint, fields: Mapping[str, Any], said: Said) -> Way | None:
-    """Return how to give the text so far to the engine with this model card; None if there is no way."""
-    return Way.ANEW if said.is_empty else _APIS[endpoint].way_of(card, fields, said)
+def continuation_of(
+    card: Mapping[str, Any], endpoint: Endpoint, fields: Mapping[str, Any], transcript: Transcript
+) -> Continuation | None:
+    """Return how to give the text so far to the engine with this model card; None if there is none."""
+    return Continuation.ANEW if transcript.is_empty else _APIS[endpoint].continuation_of(card, fields, transcript)
 
 
-def ask(endpoint: Endpoint, fields: Mapping[str, Any], said: Said, way: Way) -> bytes:
+def ask(endpoint: Endpoint, fields: Mapping[str, Any], transcript: Transcript, continuation: Continuation) -> bytes:
     """Return the body that asks for the rest."""
-    return orjson.dumps(dict(fields) if way is Way.ANEW else _APIS[endpoint].asked(fields, said, way))
+    return orjson.dumps(
+        dict(fields) if continuation is Continuation.ANEW else _APIS[endpoint].asked(fields, transcript, continuation)
+    )
 
 
-def path_of(endpoint: Endpoint, way: Way) -> Endpoint:
+def path_of(endpoint: Endpoint, continuation: Continuation) -> Endpoint:
     """Return the endpoint that is asked for the rest."""
-    return _APIS[endpoint].path(way)
+    return _APIS[endpoint].path(continuation)
 
 
-def ending(endpoint: Endpoint, fields: Mapping[str, Any], said: Said, prompt_tokens: int | None) -> bytes | None:
+def ending(
+    endpoint: Endpoint, fields: Mapping[str, Any], transcript: Transcript, prompt_tokens: int | None
+) -> bytes | None:
     """See Api."""
-    return _APIS[endpoint].ending(fields, said, prompt_tokens)
+    return _APIS[endpoint].ending(fields, transcript, prompt_tokens)
 
 
-def rewriter_of(endpoint: Endpoint, said: Said, way: Way, prompt_tokens: int | None) -> Rewriter:
+def rewriter_of(
+    endpoint: Endpoint, transcript: Transcript, continuation: Continuation, prompt_tokens: int | None
+) -> Rewriter:
     """Return the rewriter of the engine's answer to `ask`. `prompt_tokens`: those of the request, if known."""
-    return _APIS[endpoint].rewriter(said, way, prompt_tokens)
+    return _APIS[endpoint].rewriter(transcript, continuation, prompt_tokens)
 
 
 def is_complete(refusal: object) -> bool:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.contract.errors import BadRequest
 from router.edge.admission import Admitted
-from router.edge.connection_limits import leave_gate
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import RequestTimeout, TooLarge
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
 
@@ -43,7 +43,8 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
     The length in the head reserves nothing: a client that sends no body takes no room. Raises TooLarge,
     UnsupportedEncoding, TooManyRequests, RequestTimeout, and BadRequest for a body that cannot be read.
     """
-    inflater = inflater_for(request.headers.get("Content-Encoding"))
+    encoding = request.headers.get("Content-Encoding")
+    inflater = None if encoding is None else inflater_for(encoding)
     _check_size(request.content_length or 0, request)
     try:
         is_here = request.content.is_eof()  # true of small bodies: there is nothing to wait for
@@ -54,7 +55,7 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
             return whole
         body = _Body(request, admitted, inflater)
         if not is_here:
-            leave_gate(request)
+            leave_fifo(request)
             await go_ahead(request)
             await _receive(body, limits, deadline_s)
         while piece := await request.content.readany():

@@ -23,7 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from engine.contract.errors import ApiError, BadRequest, Unavailable
 from router.edge.client_keys import OPEN_PATHS
 from router.edge.errors import RETRY_AFTER_S, RequestTimeout, error_response, fault_of
-from router.edge.fifo import Gate
+from router.edge.fifo import Fifo
 from router.edge.handshake import Handshake
 from router.fleet.lack import Lacks
 
@@ -48,7 +48,7 @@ LONGEST_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class ConnectionLimits:
     """Bounds for clients' connections. Times are in seconds."""
 
     max_connections: int
@@ -64,8 +64,8 @@ class DoorLimits:
     """Most bytes of a refused body that are read and dropped."""
 
 
-class Guest(Protocol):
-    """A connection, as the door sees it."""
+class Counted(Protocol):
+    """A connection, as ClientConnections sees it."""
 
     why_extra: str
     """Why only OPEN_PATHS are served here; empty if every path is."""
@@ -74,35 +74,35 @@ class Guest(Protocol):
         """Cut the connection if it is late. Return why; None if it was not cut."""
 
 
-class Door:
+class ClientConnections:
     """The connections that are open."""
 
-    def __init__(self, limits: DoorLimits, lacks: Lacks) -> None:
+    def __init__(self, limits: ConnectionLimits, lacks: Lacks) -> None:
         self.limits = limits
-        self.connections: set[Guest] = set()
-        self.gate = Gate()
+        self.open: set[Counted] = set()
+        self.fifo = Fifo()
         self.refused: Counter[str] = Counter()
         """Connections that were cut or refused, by reason."""
         self._lacks = lacks
 
-    def admit(self, connection: Guest, descriptor: int) -> bool:
+    def admit(self, connection: Counted, descriptor: int) -> bool:
         """Count a new connection. Return False if there are too many and the caller must close it.
 
-        A new descriptor is the lowest free number, so a high number shows that all below it are taken. The door has to
-        notice a shortage early: at the last descriptor, the event loop would silently close new connections.
+        A new descriptor is the lowest free number, so a high number shows that all below it are taken. A shortage must
+        be noticed early: at the last descriptor, the event loop would silently close new connections.
         """
         if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
             self._lacks.note("EMFILE")
         limit = self.limits.max_connections
-        count = len(self.connections)
+        count = len(self.open)
         if count >= limit + EXTRA:
             self.refused["connections"] += 1
             return False
         connection.why_extra = "short" if self._lacks.is_short else "connections" if count >= limit else ""
-        self.connections.add(connection)
+        self.open.add(connection)
         return True
 
-    def head_s(self, connection: Guest) -> float:
+    def head_s(self, connection: Counted) -> float:
         """Return the seconds that the connection's next step, the handshake or a request's head, may take."""
         return min(self.limits.head_s, EXTRA_HEAD_S) if connection.why_extra else self.limits.head_s
 
@@ -113,7 +113,7 @@ class Door:
         while True:
             await asyncio.sleep(pause_s)
             now_s = clock()
-            for connection in list(self.connections):
+            for connection in list(self.open):
                 if (why := connection.cut_if_late(now_s)) is not None:
                     self.refused[why] += 1
 
@@ -122,13 +122,13 @@ class Connection(web.RequestHandler):
     """One connection of a client."""
 
     __slots__ = (
-        *("_body", "_closing_since_s", "_door", "_head_since_s", "_held", "_is_busy", "_socket", "_to_drop"),
+        *("_body", "_closing_since_s", "_clients", "_head_since_s", "_held", "_is_busy", "_socket", "_to_drop"),
         "why_extra",
     )
 
-    def __init__(self, server: DoorServer, door: Door, **options: Any) -> None:
+    def __init__(self, server: LimitedServer, connections: ClientConnections, **options: Any) -> None:
         super().__init__(server, **options)
-        self._door = door
+        self._clients = connections
         self._socket: asyncio.Transport | None = None
         self._head_since_s: float | None = None
         self._closing_since_s: float | None = None
@@ -137,14 +137,14 @@ class Connection(web.RequestHandler):
         """Bytes of a refused body that may still be read; None if no body was refused."""
         self._body: StreamReader | None = None
         self._held: list[bytes] = []
-        """Data that came while the connection waits for a place in the gate."""
+        """Data that came while the connection waits for a place in the fifo."""
         self.why_extra = ""
-        """See Guest."""
+        """See Counted."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         socket = cast(asyncio.Transport, transport)
-        if not self._door.admit(self, socket.get_extra_info("socket").fileno()):
+        if not self._clients.admit(self, socket.get_extra_info("socket").fileno()):
             socket.abort()
             return
         self._socket = socket
@@ -152,9 +152,9 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
-        self._door.connections.discard(self)
+        self._clients.open.discard(self)
         self._held = []
-        self.leave_gate()
+        self.leave_fifo()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -164,30 +164,30 @@ class Connection(web.RequestHandler):
         if self._to_drop is not None and data:
             self._to_drop -= len(data)
             if self._to_drop < 0:
-                self._door.refused["body"] += 1
+                self._clients.refused["body"] += 1
                 self._cut()
             else:
                 super().data_received(data)
         elif not data:
             super().data_received(data)
-        elif self._held or not self._door.gate.enter(self, len(data)):
+        elif self._held or not self._clients.fifo.enter(self, len(data)):
             if self._held:  # not earlier: a paused connection does not report its end
                 self._socket.pause_reading()
             self._held.append(data)
         else:
             self._read(data)
 
-    def come_in(self) -> None:
-        """See Visitor."""
+    def take_turn(self) -> None:
+        """See Waiter."""
         data, self._held = b"".join(self._held), []
         if self._socket is None or self._socket.is_closing():
-            self.leave_gate()
+            self.leave_fifo()
             return
         self._socket.resume_reading()
         self._read(data)
 
     def _read(self, data: bytes) -> None:
-        """Read data. The connection keeps its place in the gate only if the data completes a head or a body: otherwise
+        """Read data. The connection keeps its place in the fifo only if the data completes a head or a body: otherwise
         this process has no work to do."""
         if self._is_busy:
             missing = self._body is not None and not self._body.is_eof()
@@ -199,11 +199,11 @@ class Connection(web.RequestHandler):
             super().data_received(data)
             keeps = bool(self._messages)
         if not keeps:
-            self.leave_gate()
+            self.leave_fifo()
 
-    def leave_gate(self) -> None:
-        """Give back the place in the gate, so that the next request is read."""
-        self._door.gate.leave(self)
+    def leave_fifo(self) -> None:
+        """Give back the place in the fifo, so that the next request is read."""
+        self._clients.fifo.leave(self)
 
     def request_began(self, body: StreamReader) -> None:
         """Note that the head of a request is complete."""
@@ -216,20 +216,20 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
         if not request.content.is_eof():
-            self._to_drop = self._door.limits.dropped_bytes
+            self._to_drop = self._clients.limits.dropped_bytes
         try:
             if resp is not None and resp.prepared:
                 return await super().finish_response(request, resp, start_time)
-            async with asyncio.timeout(self._door.limits.write_s):
+            async with asyncio.timeout(self._clients.limits.write_s):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
-            self._door.refused["write"] += 1
+            self._clients.refused["write"] += 1
             self._cut()
             return resp, True
         finally:
             self._is_busy = False
             self._body = None
-            self.leave_gate()
+            self.leave_fifo()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -246,13 +246,13 @@ class Connection(web.RequestHandler):
 
     def refuse(self) -> ApiError:
         """Count this client as refused, and return the error that tells it to try again."""
-        self._door.refused[self.why_extra] += 1
+        self._clients.refused[self.why_extra] += 1
         is_short = self.why_extra == "short"
         why = "the gateway is short of descriptors or memory" if is_short else "too many connections are open"
         return Unavailable(f"{why}: try again", code="overloaded", retry_after_s=RETRY_AFTER_S)
 
     def cut_if_late(self, now_s: float) -> str | None:
-        """See Guest."""
+        """See Counted."""
         assert self._socket is not None
         if self._socket.is_closing():
             if self._closing_since_s is None:
@@ -261,7 +261,7 @@ class Connection(web.RequestHandler):
                 self._cut()
                 return "closing"
             return None
-        if self._head_since_s is not None and now_s - self._head_since_s > self._door.head_s(self):
+        if self._head_since_s is not None and now_s - self._head_since_s > self._clients.head_s(self):
             self._socket.write(_LATE_HEAD)
             self.force_close()
             return "head"
@@ -305,10 +305,12 @@ def most_connections(wanted: int, descriptors: int) -> int:
     return min(wanted, possible)
 
 
-class DoorServer(web.Server):
-    """aiohttp's server, with connections that pass through a Door."""
+class LimitedServer(web.Server):
+    """aiohttp's server, with connections that ClientConnections counts and bounds."""
 
-    def __init__(self, plain: web.Server, door: Door, tls: ssl.SSLContext | None, **options: Any) -> None:
+    def __init__(
+        self, plain: web.Server, connections: ClientConnections, tls: ssl.SSLContext | None, **options: Any
+    ) -> None:
         """`plain`: the server that aiohttp made for the application."""
         begin = plain.request_factory
 
@@ -317,34 +319,34 @@ class DoorServer(web.Server):
             return begin(message, payload, protocol, writer, task)
 
         super().__init__(plain.request_handler, request_factory=make, handler_cancellation=plain.handler_cancellation)
-        self._door = door
+        self._clients = connections
         self._tls = tls
         self._options = {**options, "loop": asyncio.get_running_loop()}
 
     def __call__(self) -> Any:
         """Return the protocol for a new connection."""
-        return self._connection() if self._tls is None else Handshake(self._door, self._tls, self._connection)
+        return self._connection() if self._tls is None else Handshake(self._clients, self._tls, self._connection)
 
     def _connection(self) -> Connection:
-        return Connection(self, self._door, **self._options)
+        return Connection(self, self._clients, **self._options)
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Shut down as aiohttp does, after ending the handshakes, which aiohttp does not see."""
-        for guest in list(self._door.connections):
-            if isinstance(guest, Handshake):
-                guest.end()
+        for connection in list(self._clients.open):
+            if isinstance(connection, Handshake):
+                connection.end()
         await super().shutdown(timeout)
 
 
-class DoorRunner(web.AppRunner):
-    """Serves an application through a Door. The application runs `Door.watch`."""
+class LimitedRunner(web.AppRunner):
+    """Serves an application to bounded connections. The application runs `ClientConnections.watch`."""
 
-    __slots__ = ("_door", "_options", "tls")
+    __slots__ = ("_clients", "_options", "tls")
 
     def __init__(
         self,
         app: web.Application,
-        door: Door,
+        connections: ClientConnections,
         *,
         shutdown_timeout: float,
         logger: logging.Logger,
@@ -352,18 +354,18 @@ class DoorRunner(web.AppRunner):
     ) -> None:
         """`tls`: used after a client is admitted, so the runner's sites must be plain ones even with TLS."""
         super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
-        self._door = door
+        self._clients = connections
         self.tls = tls
         self._options: dict[str, Any] = {
             "access_log": None,
             "logger": logger,
-            "keepalive_timeout": door.limits.idle_s,
+            "keepalive_timeout": connections.limits.idle_s,
             "lingering_time": LINGER_S,
             "auto_decompress": False,  # bodies are inflated in slices, when they are needed
         }
 
     async def _make_server(self) -> web.Server:
-        return DoorServer(await super()._make_server(), self._door, self.tls, **self._options)
+        return LimitedServer(await super()._make_server(), self._clients, self.tls, **self._options)
 
 
 @web.middleware
@@ -381,17 +383,17 @@ async def refuse_extra(
     return response
 
 
-def leaving_gate(request: web.Request) -> Callable[[], None]:
+def leaving_fifo(request: web.Request) -> Callable[[], None]:
     """Return a function to call when this request waits or is sent: it lets the next request be read. It may be called
     again."""
     protocol = request.protocol
-    return protocol.leave_gate if isinstance(protocol, Connection) else _nothing
+    return protocol.leave_fifo if isinstance(protocol, Connection) else _nothing
 
 
-def leave_gate(request: web.Request) -> None:
+def leave_fifo(request: web.Request) -> None:
     """Let the next request be read."""
-    leaving_gate(request)()
+    leaving_fifo(request)()
 
 
 def _nothing() -> None:
-    """Do nothing, for a request that came through no door."""
+    """Do nothing, for a request that came through no bounded connection."""

@@ -1,7 +1,7 @@
 """Process a few requests at a time, first come, first served, from their first byte until they go to an engine.
 
 Otherwise all requests of a burst would pass each stage together, and the first would be sent only after the last is
-read. So the gateway reads a client's data only if its connection has a place in the gate. A place is for work of this
+read. So the gateway reads a client's data only if its connection has a place in the fifo. A place is for work of this
 process: a request that waits for anything else (the rest of a body, a connection, a pod with room) gives it back first.
 """
 
@@ -15,67 +15,67 @@ from typing import Protocol
 PLACES = 4
 """With one place, the event loop would idle for a turn at each step of a request. 4 and 16 gave the same mean TTFT."""
 MAX_WAITING_BYTES = 32 * 2**20
-"""Most bytes of all waiting visitors. One beyond this enters without a free place, and only admission bounds it."""
+"""Most bytes of all waiters. One beyond this enters without a free place, and only admission bounds it."""
 MAX_HOLD_S = 0.1
-"""After this time a place goes to the next visitor, so a place that is never given back stops nobody."""
+"""After this time a place goes to the next waiter, so a place that is never given back stops nobody."""
 
 
-class Visitor(Protocol):
+class Waiter(Protocol):
     """A connection that has brought bytes."""
 
-    def come_in(self) -> None:
-        """Take the place that is now this visitor's, until it leaves or has had it for MAX_HOLD_S."""
+    def take_turn(self) -> None:
+        """Take the place that is now this waiter's, until it leaves or has had it for MAX_HOLD_S."""
         ...
 
 
-class Gate:
-    """The visitors that have a place, and those that wait for one."""
+class Fifo:
+    """The connections that have a place, and those that wait for one."""
 
     def __init__(self, places: int = PLACES, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._places = places
         self._max_waiting_bytes = max_waiting_bytes
-        self._inside: dict[Visitor, float] = {}
-        """Visitors with a place, and since when, in seconds of the monotonic clock."""
-        self._waiting: OrderedDict[Visitor, int] = OrderedDict()
-        """Bytes of each waiting visitor, in order of arrival."""
+        self._inside: dict[Waiter, float] = {}
+        """Connections with a place, and since when, in seconds of the monotonic clock."""
+        self._waiting: OrderedDict[Waiter, int] = OrderedDict()
+        """Bytes of each waiter, in order of arrival."""
         self._waiting_bytes = 0
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """Number of visitors that wait."""
+        """Number of connections that wait."""
         return len(self._waiting)
 
-    def enter(self, visitor: Visitor, size: int) -> bool:
-        """Return whether the visitor has a place at once. If not, it waits with its `size` bytes for `come_in`."""
-        has_room = visitor in self._inside or (len(self._inside) < self._places and not self._waiting)
+    def enter(self, waiter: Waiter, size: int) -> bool:
+        """Return whether the waiter has a place at once. If not, it waits with its `size` bytes for `take_turn`."""
+        has_room = waiter in self._inside or (len(self._inside) < self._places and not self._waiting)
         if has_room or self._waiting_bytes + size > self._max_waiting_bytes:
-            self._inside[visitor] = time.monotonic()
+            self._inside[waiter] = time.monotonic()
             return True
-        self._waiting[visitor] = size
+        self._waiting[waiter] = size
         self._waiting_bytes += size
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._look)
         return False
 
-    def leave(self, visitor: Visitor) -> None:
-        """Free the visitor's place, or take it off the queue."""
-        if self._inside.pop(visitor, None) is None:
-            self._waiting_bytes -= self._waiting.pop(visitor, 0)
+    def leave(self, waiter: Waiter) -> None:
+        """Free the waiter's place, or take it off the queue."""
+        if self._inside.pop(waiter, None) is None:
+            self._waiting_bytes -= self._waiting.pop(waiter, 0)
         if self._waiting:
             self._fill()
 
     def _fill(self) -> None:
-        if self._is_filling:  # called by a visitor that leaves as soon as it is inside
+        if self._is_filling:  # called by a waiter that leaves as soon as it is inside
             return
         self._is_filling = True
         try:
             while self._waiting and len(self._inside) < self._places:
-                visitor, size = self._waiting.popitem(last=False)
+                waiter, size = self._waiting.popitem(last=False)
                 self._waiting_bytes -= size
-                self._inside[visitor] = time.monotonic()
-                visitor.come_in()
+                self._inside[waiter] = time.monotonic()
+                waiter.take_turn()
         finally:
             self._is_filling = False
 
@@ -83,8 +83,8 @@ class Gate:
         """Take back places that are held for too long."""
         self._timer = None
         latest_s = time.monotonic() - MAX_HOLD_S
-        for visitor in [visitor for visitor, since_s in self._inside.items() if since_s <= latest_s]:
-            del self._inside[visitor]
+        for waiter in [waiter for waiter, since_s in self._inside.items() if since_s <= latest_s]:
+            del self._inside[waiter]
         self._fill()
         if self._waiting:
             self._timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._look)

@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from engine.contract.errors import BadRequest, quoted
 from router.edge import body
 from router.edge.body import BodyLimits
-from router.edge.connection_limits import leave_gate
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import TooLarge, fault_of
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Form:
             raise _broken(fault_of(error)) from None
         except (ValueError, RuntimeError, AssertionError, *_WARNINGS) as error:
             raise _broken(str(error)) from None
-        leave_gate(self._request)  # the connection may have taken a place when the body's end came
+        leave_fifo(self._request)  # the connection may have taken a place when the body's end came
         if self._content.total_bytes > self._max_bytes:
             raise too_large(self._max_bytes)
         return found

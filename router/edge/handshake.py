@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from router.edge.connection_limits import Connection, Door
+    from router.edge.connection_limits import ClientConnections, Connection
 
 log = logging.getLogger(__name__)
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 class Handshake(asyncio.Protocol):
     """Does the handshake, then hands over to the connection that `make` makes, with the data received so far."""
 
-    def __init__(self, door: Door, context: ssl.SSLContext, make: Callable[[], Connection]) -> None:
+    def __init__(self, connections: ClientConnections, context: ssl.SSLContext, make: Callable[[], Connection]) -> None:
         self.why_extra = ""
-        """See Guest."""
-        self._door = door
+        """See Counted."""
+        self._connections = connections
         self._context = context
         self._make = make
         self._transport: asyncio.Transport | None = None
@@ -32,7 +32,7 @@ class Handshake(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
-        if not self._door.admit(self, self._transport.get_extra_info("socket").fileno()):
+        if not self._connections.admit(self, self._transport.get_extra_info("socket").fileno()):
             self._transport.abort()
             return
         self._task = asyncio.get_running_loop().create_task(self._agree(self._transport))
@@ -48,10 +48,10 @@ class Handshake(asyncio.Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
         self._is_lost = True
-        self._door.connections.discard(self)
+        self._connections.open.discard(self)
 
     def cut_if_late(self, now_s: float) -> str | None:
-        """See Guest. A late handshake ends at its own timeout."""
+        """See Counted. A late handshake ends at its own timeout."""
         return None
 
     def end(self) -> None:
@@ -63,7 +63,7 @@ class Handshake(asyncio.Protocol):
 
     async def _agree(self, transport: asyncio.Transport) -> None:
         loop = asyncio.get_running_loop()
-        limit_s = self._door.head_s(self)
+        limit_s = self._connections.head_s(self)
         try:
             async with asyncio.timeout(limit_s):
                 secured = await loop.start_tls(
@@ -75,11 +75,11 @@ class Handshake(asyncio.Protocol):
                 )
         except (OSError, ssl.SSLError) as error:
             log.debug("the TLS handshake with a client failed: %s", error)
-            self._door.refused["handshake"] += isinstance(error, TimeoutError)
+            self._connections.refused["handshake"] += isinstance(error, TimeoutError)
             transport.abort()
             return
         finally:
-            self._door.connections.discard(self)
+            self._connections.open.discard(self)
         if secured is None or self._is_lost:
             return
         connection = self._make()

@@ -126,12 +126,12 @@ class UpstreamHeaders:
             dropped = self._traced[dropped]
         names = [name.lower() for name, _ in incoming]
         if b"connection" in names:
-            said = [
+            listed = [
                 value.decode("latin-1")
                 for name, (_, value) in zip(names, incoming, strict=True)
                 if name == b"connection"
             ]
-            dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(said)}
+            dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(listed)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
         if session_id is not None:

@@ -1,15 +1,24 @@
-"""Read a request, and add its named cache or bind it to the pod that has its conversation."""
+"""Read a request: its body within bounds, its named cache, and the pod that has its conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
 
 from engine.contract.requests import Endpoint
 from router.edge.admission import Admitted
+from router.edge.body import BodyLimits, go_ahead, read_body
+from router.edge.connection_limits import leave_fifo, leaving_fifo
+from router.edge.errors import UnsupportedEncoding
+from router.edge.form import Form, too_large
 from router.forwarding.conversations import Conversations
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival
+from router.reading.by_load import UPLOADS
 from router.reading.inbound import Inbound, Reader, endpoint_of
 from router.reading.named_cache import NamesCache
+from router.reading.upload import Upload
 from router.stored.named_caches import NamedCaches
 from router.tenants.tenant import Tenant
 
@@ -17,13 +26,60 @@ KEYED = {str(endpoint): endpoint for endpoint in Endpoint}
 """Endpoints by path whose requests have prefixes. Requests to other paths are routed by load."""
 
 
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """The most bytes of a form that may come before the model is known (`max_held_bytes`), and of a whole form."""
+
+    max_held_bytes: int
+    max_bytes: int
+
+
 class Reading:
     """Reads requests, with the parts of a conversation that are kept elsewhere."""
 
-    def __init__(self, reader: Reader, named_caches: NamedCaches, conversations: Conversations) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        named_caches: NamedCaches,
+        conversations: Conversations,
+        bodies: BodyLimits,
+        uploads: UploadLimits,
+    ) -> None:
         self._reader = reader
         self._named_caches = named_caches
         self._conversations = conversations
+        self._bodies = bodies
+        self._uploads = uploads
+
+    async def request(self, request: web.Request, arrival: Arrival, admitted: Admitted) -> Inbound:
+        """Return a client's request, whose body is read here. Raises ApiError."""
+        if request.path in UPLOADS:
+            return await self._upload(request, arrival, admitted)
+        body = await read_body(request, admitted, self._bodies, arrival.deadline_s)
+        raw_path, on_wait = request.rel_url.raw_path, leaving_fifo(request)
+        return await self.read(request.path, raw_path, request.headers, body, arrival, admitted, on_wait)
+
+    async def _upload(self, request: web.Request, arrival: Arrival, admitted: Admitted) -> Inbound:
+        """Return a request whose body is a form with a file. It is read until a pod can be chosen; the rest is sent on
+        as it comes. Raises ApiError."""
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise UnsupportedEncoding(
+                "Content-Encoding must be identity here: send the form as it is", param="Content-Encoding"
+            )
+        if (request.content_length or 0) > self._uploads.max_bytes:
+            raise too_large(self._uploads.max_bytes)
+        form = Form(request, self._bodies, arrival.deadline_s, self._uploads.max_bytes)
+        upload = Upload(form, admitted)
+        leave_fifo(request)
+        try:
+            await go_ahead(request)
+            tenant = arrival.tenant
+            await upload.hold(self._uploads.max_held_bytes, self._reader.models.only_model(tenant))
+            size = request.content_length or upload.held
+            return self._reader.read_upload(request.path, upload, size, request.headers, tenant)
+        except BaseException:
+            upload.close()
+            raise
 
     async def read(
         self,
@@ -31,24 +87,24 @@ class Reading:
         raw_path: str,
         incoming: Mapping[str, str],
         body: bytes,
-        exchange: Exchange,
+        arrival: Arrival,
         admitted: Admitted,
         on_wait: Callable[[], None] = lambda: None,
     ) -> Inbound:
         """Return the request to `path`, sent as `raw_path`. `on_wait` is called before a wait. Raises ApiError."""
-        tenant = exchange.tenant
+        tenant, priority = arrival.tenant, arrival.urgency.priority
         endpoint = KEYED.get(path)
         if endpoint is None:
-            return self._reader.read_by_load(raw_path, body, incoming, tenant, exchange.priority)
+            return self._reader.read_by_load(raw_path, body, incoming, tenant, priority)
         try:
-            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=exchange.priority)
+            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
         except NamesCache as named:
             body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
-            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=exchange.priority)
+            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
         if inbound.continues is None:
             return inbound
         on_wait()
-        return await self._placed(endpoint, incoming, exchange, inbound, body)
+        return await self._placed(endpoint, incoming, arrival, inbound, body)
 
     async def explained(self, body: bytes, incoming: Mapping[str, str], tenant: Tenant, admitted: Admitted) -> Inbound:
         """Return the request of `tenant` in `body`, which is not sent. The body's fields tell the endpoint.
@@ -62,17 +118,19 @@ class Reading:
             return self._reader.read(None, whole, incoming, tenant)
 
     async def _placed(
-        self, endpoint: Endpoint, incoming: Mapping[str, str], exchange: Exchange, inbound: Inbound, body: bytes
+        self, endpoint: Endpoint, incoming: Mapping[str, str], arrival: Arrival, inbound: Inbound, body: bytes
     ) -> Inbound:
         """Return the request, bound to the pod that has its conversation. Raises ApiError.
 
         If the request gives one of the operator's names, the name stands for the model that the conversation used
         before. The first user message, by which a model is chosen, is not in the request.
         """
-        place = await self._conversations.place(inbound, exchange.tenant.name)
+        place = await self._conversations.place(inbound, arrival.tenant.name)
         if place is None:
             return inbound
         if inbound.is_named and place.model != inbound.model:
-            tenant, model = exchange.tenant, place.model
-            inbound = self._reader.read(endpoint, body, incoming, tenant, meant=model, priority=exchange.priority)
+            tenant, model = arrival.tenant, place.model
+            inbound = self._reader.read(
+                endpoint, body, incoming, tenant, meant=model, priority=arrival.urgency.priority
+            )
         return self._conversations.bound(inbound, place)

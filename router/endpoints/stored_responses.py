@@ -11,15 +11,17 @@ from aiohttp import web
 from engine.contract.errors import ApiError, Unavailable, quoted
 from router.edge.admission import Admission
 from router.edge.client_keys import client_of, tenant_of
-from router.edge.connection_limits import leave_gate
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import RETRY_AFTER_S, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
 from router.forwarding.conversations import NotKept
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
 from router.forwarding.proxy import Proxy
 from router.forwarding.recorder import Recorder
-from router.reading.inbound import Inbound, check_allowed, inbound_by_load
+from router.forwarding.running import Running
+from router.reading.inbound import Inbound, inbound_by_load
+from router.reading.names import check_allowed
 from router.stored.places import Place, Places
 from router.tenants.tenant import Tenant
 from router.views.types import PodId
@@ -58,24 +60,25 @@ class Stored:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Return the pod's answer; 404 if the response is unknown or its pod is gone. The body is not read."""
         now_s = self._clock()
-        exchange = Exchange(request_id(request.headers), now_s, now_s + self._total_timeout_s, tenant_of(request))
+        deadline_s = now_s + self._total_timeout_s
+        exchange = Exchange(Arrival(request_id(request.headers), now_s, deadline_s, tenant_of(request)))
         route = request.match_info.route.resource
         assert route is not None
         pattern = route.canonical
         try:
             with self._admission.request() as admitted:
-                leave_gate(request)
+                leave_fifo(request)
                 name = request.match_info["id"]
-                place = await self._place(name, exchange.tenant)
-                inbound = exchange.inbound = self._inbound(request, pattern, name, place)
-                response = await self._proxy.forward(request, exchange, inbound, admitted)
-            exchange.status = exchange.status or response.status
+                place = await self._place(name, exchange.arrival.tenant)
+                inbound = exchange.asks(self._inbound(request, pattern, name, place))
+                response = await self._proxy.forward(Running(request, exchange, inbound, admitted))
+            exchange.answered(exchange.status or response.status)
             if request.method == "DELETE" and exchange.status == 200:
                 self._places.forget(name)
             return response
         except ApiError as error:
             self._recorder.refused(exchange, error)
-            return error_response(error, exchange.request_id, path=request.path)
+            return error_response(error, exchange.arrival.request_id, path=request.path)
         except asyncio.CancelledError:
             exchange.client_left()
             raise

@@ -102,7 +102,7 @@ class Answer:
         """Whether the answer has ended and all of it has been read."""
         return self._is_over and not self._chunks
 
-    async def begun(self) -> None:
+    async def wait_head(self) -> None:
         """Wait for the head. Raises BrokeOff or TimeoutError. On an error or a cancellation the answer is closed."""
         try:
             while not self.status:
@@ -233,13 +233,13 @@ class EngineClient:
         if (connection := pool.take()) is None:
             on_sent()
             answer = self._ask(await self._connect(pool, deadline_s), head, body, deadline_s)
-            await answer.begun()
+            await answer.wait_head()
             return answer
         sent_s = self._loop.time()
         answer = self._ask(connection, head, body, deadline_s)
         on_sent()
         try:
-            await answer.begun()
+            await answer.wait_head()
             return answer
         except BrokeOff:
             if connection.answered or self._loop.time() - sent_s > STALE_S:
@@ -251,7 +251,7 @@ class EngineClient:
             if fresh is None:  # the engine is gone, perhaps because of this request: report the first error
                 raise
         answer = self._ask(fresh, head, body, deadline_s)
-        await answer.begun()
+        await answer.wait_head()
         return answer
 
     def _ask(self, connection: Connection, head: bytes, body: bytes, deadline_s: float) -> Answer:
@@ -279,18 +279,18 @@ class EngineClient:
         answer = Answer(connection, self._loop)
         answer.set_deadline(deadline_s)
         connection.begin(b"%b%bTransfer-Encoding: chunked\r\n\r\n" % (target.head, fields), answer)
-        sending, begun = asyncio.create_task(_send(connection, pieces)), asyncio.create_task(answer.begun())
+        sending, head = asyncio.create_task(_send(connection, pieces)), asyncio.create_task(answer.wait_head())
         is_begun = False
         try:
-            await asyncio.wait((sending, begun), return_when=asyncio.FIRST_COMPLETED)
-            if not begun.done() or (begun.exception() is None and answer.status < 300):
+            await asyncio.wait((sending, head), return_when=asyncio.FIRST_COMPLETED)
+            if not head.done() or (head.exception() is None and answer.status < 300):
                 await sending
-            await begun
+            await head
             is_begun = True
         finally:
             sending.cancel()
-            begun.cancel()
-            await asyncio.gather(sending, begun, return_exceptions=True)
+            head.cancel()
+            await asyncio.gather(sending, head, return_exceptions=True)
             if not is_begun:
                 answer.close()
         return answer

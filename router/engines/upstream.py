@@ -6,13 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.common.http.target import Target
-from router.continuing.transcript_responses import only_begins
+from router.continuing.transcript import only_begins
 from router.edge.errors import BadGateway, DeadlineExceeded, EngineLeaves, OutOfResources, UpstreamError
-from router.engines.aborted_answers import is_cut, is_end_alone
+from router.engines.attempt_result import (
+    Cause,
+    ErrorEvent,
+    ErrorStatus,
+    Failed,
+    Failure,
+    GaveUp,
+    Observed,
+    began,
+    ended,
+)
 from router.engines.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, GivenUp, NotConnected
-from router.engines.engine_errors import GAVE_UP, is_aborted, meaning, meaning_of_body
-from router.engines.error_events import engine_error
-from router.engines.outcome import FAILURES, Outcome, of_status
+from router.engines.engine_errors import (
+    GAVE_UP,
+    engine_error,
+    is_aborted,
+    is_cut,
+    is_end_alone,
+    is_unknown_path,
+    meaning,
+    meaning_of_body,
+)
 from router.fleet.lack import lack_of
 from router.fleet.pod import Pod
 from router.reading.inbound import Inbound
@@ -39,16 +56,15 @@ class Opened:
     is_whole: bool
 
     @property
-    def outcome(self) -> Outcome:
-        """The outcome that the answer's status and the error texts of known engines show."""
-        status = self.response.status
-        outcome = of_status(status, says_when=status >= 300 and "Retry-After" in self.response.headers)
-        if status >= 500:
-            return meaning_of_body(self.first) or outcome
-        if outcome is not Outcome.ANSWERED or not (self.is_whole or self.is_stream):
-            return outcome
+    def observed(self) -> Observed:
+        """What the engine did, by the answer's status and the error texts of known engines."""
+        status, first = self.response.status, self.first
+        if status >= 300:
+            return observed_status(status, first, says_when="Retry-After" in self.response.headers)
         without_a_word = is_end_alone if self.is_stream else is_cut
-        return Outcome.ABORTED if is_aborted(self.first) or without_a_word(self.first) else outcome
+        if (self.is_whole or self.is_stream) and (is_aborted(first) or without_a_word(first)):
+            return GaveUp()
+        return ended(is_stream=False) if self.is_whole else began(is_stream=self.is_stream)
 
     def take_first(self) -> bytes:
         """Return the part of the body that has come, and release it here."""
@@ -60,12 +76,28 @@ class Opened:
         self.response.close()
 
 
-def failure_of(outcome: Outcome, opened: Opened) -> UpstreamError:
+def observed_status(status: int, body: bytes, *, says_when: bool) -> ErrorStatus:
+    """Return what an answer with this status, of 300 or more, and this body shows. `says_when`: it has Retry-After."""
+    return ErrorStatus(
+        status,
+        says_when=says_when,
+        meaning=meaning_of_body(body) if status >= 500 else None,
+        is_unknown_path=is_unknown_path(status, body),
+    )
+
+
+def observed_event(events: bytes) -> tuple[ErrorEvent, str] | None:
+    """Return what an error event in `events` shows, and its message; None if there is none."""
+    error = engine_error(events)
+    return None if error is None else (ErrorEvent(error.code, meaning(error.message)), error.message)
+
+
+def failure_of(cause: Cause, opened: Opened) -> UpstreamError:
     """Return the error that the client gets if the answer is not passed on and no other attempt succeeds."""
     status = opened.response.status
-    if outcome is Outcome.LEAVING:
+    if cause is Cause.LEAVING:
         return EngineLeaves(f"the engine answered {status}: it shuts down")
-    return BadGateway(GAVE_UP if outcome is Outcome.ABORTED else f"the engine answered {status}")
+    return BadGateway(GAVE_UP if cause is Cause.ABORTED else f"the engine answered {status}")
 
 
 def target_of(pod: Pod, inbound: Inbound) -> Target:
@@ -77,16 +109,12 @@ def target_of(pod: Pod, inbound: Inbound) -> Target:
 
 
 class PodFailed(Exception):
-    """An attempt without an answer. `error` is for the client if no other attempt succeeds.
+    """An attempt without an answer. `error` is for the client if no other attempt succeeds."""
 
-    `reason` is one of `outcome.FAILURES`, which gives the outcome if none is given.
-    """
-
-    def __init__(self, reason: str, error: UpstreamError, outcome: Outcome | None = None) -> None:
+    def __init__(self, observed: Failed | ErrorEvent, error: UpstreamError) -> None:
         super().__init__(error.detail)
-        self.reason = reason
+        self.observed = observed
         self.error = error
-        self.outcome = outcome or FAILURES[reason]
 
 
 async def open_answer(
@@ -110,53 +138,60 @@ async def open_answer(
             response = await client.post(target, fields, body, on_sent, deadline_s)
         else:
             response = await client.upload(target, fields, body.pieces(), on_sent, deadline_s)
-        is_stream = response.status == 200 and response.content_type == "text/event-stream"
-        if is_stream or (response.status < 300 and response.content_type.startswith(HEARD_AT_ONCE)):
-            first, is_whole = await response.readany(), False
-            while is_stream and len(first) < ANNOUNCED_BYTES and only_begins(first):
-                if not (more := await response.readany()):
-                    break
-                first += more
-        elif response.status < 300:
-            first, is_whole = await _beginning(response, keep)
-        else:
-            first, is_whole = await _error(response, keep), True
-        if is_stream and not first:
-            text = "the engine sent an empty stream"
-            error: UpstreamError = BadGateway(text, f"{target.authority}: {text}")
-            raise PodFailed("disconnect", error)
-        if is_stream and (said := engine_error(first)) is not None:
-            outcome = meaning(said.message) or (Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN)
-            leaves = outcome is Outcome.LEAVING
-            raise PodFailed("error", EngineLeaves(said.message) if leaves else BadGateway(said.message), outcome)
+        opened = await _opened(response, target, keep)
         response.set_deadline(None)
-        opened, response = Opened(response, first, is_stream, is_whole), None
+        response = None
         return opened
-    except ConnectTimedOut:
-        text = "the engine did not accept a connection in time"
-        error = DeadlineExceeded(text, f"{target.authority}: {text}")
-        raise PodFailed("connect", error) from None
     except NotConnected as cause:
-        if (lack := lack_of(cause)) is not None:
-            raise OutOfResources(lack) from None
-        why = f"{target.authority}: {cause}"
-        raise PodFailed("connect", BadGateway("no connection to the engine could be made", why)) from None
+        raise _not_connected(target, cause) from None
     except GivenUp as cause:
-        raise PodFailed("timeout", EngineLeaves(f"{target.authority}: {cause}", asleep=True)) from None
+        error: UpstreamError = EngineLeaves(f"{target.authority}: {cause}", asleep=True)
+        raise PodFailed(Failed(Failure.TIMEOUT), error) from None
     except TimeoutError:
         text = "the engine did not answer in time"
         error = DeadlineExceeded(text, f"{target.authority}: {text}")
-        raise PodFailed("timeout", error) from None
+        raise PodFailed(Failed(Failure.TIMEOUT), error) from None
     except BrokeOff as cause:
-        raise _broke_off(target, cause) from None
+        text = "the engine broke off its answer"
+        error = BadGateway(text, f"{target.authority}: {text}: {cause or type(cause).__name__}")
+        raise PodFailed(Failed(Failure.DISCONNECT), error) from None
     finally:
         if response is not None:
             response.close()
 
 
-def _broke_off(target: Target, cause: Exception) -> PodFailed:
-    text = "the engine broke off its answer"
-    return PodFailed("disconnect", BadGateway(text, f"{target.authority}: {text}: {cause or type(cause).__name__}"))
+def _not_connected(target: Target, cause: NotConnected) -> Exception:
+    if isinstance(cause, ConnectTimedOut):
+        text = "the engine did not accept a connection in time"
+        error: UpstreamError = DeadlineExceeded(text, f"{target.authority}: {text}")
+    elif (lack := lack_of(cause)) is not None:
+        return OutOfResources(lack)
+    else:
+        error = BadGateway("no connection to the engine could be made", f"{target.authority}: {cause}")
+    return PodFailed(Failed(Failure.CONNECT), error)
+
+
+async def _opened(response: Answer, target: Target, keep: Callable[[int], bool]) -> Opened:
+    """Wait for the first byte of a stream, or for all of a small answer. Raises as `Answer.readany`, and PodFailed."""
+    is_stream = response.status == 200 and response.content_type == "text/event-stream"
+    if is_stream or (response.status < 300 and response.content_type.startswith(HEARD_AT_ONCE)):
+        first, is_whole = await response.readany(), False
+        while is_stream and len(first) < ANNOUNCED_BYTES and only_begins(first):
+            if not (more := await response.readany()):
+                break
+            first += more
+    elif response.status < 300:
+        first, is_whole = await _beginning(response, keep)
+    else:
+        first, is_whole = await _error(response, keep), True
+    if is_stream and not first:
+        text = "the engine sent an empty stream"
+        raise PodFailed(Failed(Failure.DISCONNECT), BadGateway(text, f"{target.authority}: {text}"))
+    if is_stream and (found := observed_event(first)) is not None:
+        observed, message = found
+        leaves = observed.meaning is Cause.LEAVING
+        raise PodFailed(observed, EngineLeaves(message) if leaves else BadGateway(message))
+    return Opened(response, first, is_stream, is_whole)
 
 
 async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[bytes, bool]:
@@ -180,5 +215,5 @@ async def _error(response: Answer, keep: Callable[[int], bool]) -> bytes:
         size += len(chunk)
         if size > MAX_ERROR_BYTES or not keep(len(chunk)):
             error = BadGateway(f"the engine answered {response.status}, with a body that is too large to keep")
-            raise PodFailed("too_large", error)
+            raise PodFailed(Failed(Failure.TOO_LARGE), error)
     return b"".join(chunks)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.contract import headers
-from router.engines.error_events import has_error
+from router.engines.engine_errors import has_error
 
 TAIL_BYTES = 4096
 TAIL_CHUNKS = 8
@@ -118,18 +118,18 @@ def usage_in(tail: bytes) -> Usage:
 
 def _message_usage(tail: bytes) -> Usage:
     """Return the counts of `/v1/messages` and `/v1/responses`."""
-    said = tail[max(0, tail.rfind(b'"usage"')) :]
-    if b'"input_tokens_details"' in said:  # of /v1/responses: all input tokens are in one count
-        prompt, cached = _last(_MESSAGE_PROMPT[0], said), _last(_NUMBER["cached_tokens"], said)
-        return Usage(prompt, _last(_MESSAGE_OUTPUT, said), cached)
-    parts = [_last(pattern, said) for pattern in _MESSAGE_PROMPT]
+    event = tail[max(0, tail.rfind(b'"usage"')) :]
+    if b'"input_tokens_details"' in event:  # of /v1/responses: all input tokens are in one count
+        prompt, cached = _last(_MESSAGE_PROMPT[0], event), _last(_NUMBER["cached_tokens"], event)
+        return Usage(prompt, _last(_MESSAGE_OUTPUT, event), cached)
+    parts = [_last(pattern, event) for pattern in _MESSAGE_PROMPT]
     prompt_tokens = None if parts[0] is None else sum(part or 0 for part in parts)
-    return Usage(prompt_tokens, _last(_MESSAGE_OUTPUT, said), parts[2])
+    return Usage(prompt_tokens, _last(_MESSAGE_OUTPUT, event), parts[2])
 
 
-def _is_silent_of_cache(usage: Usage, said: bytes) -> bool:
+def _is_silent_of_cache(usage: Usage, event: bytes) -> bool:
     """Whether an answer of `/v1/messages` lacks the count of cached tokens: it may be in an earlier event."""
-    return usage.cached_tokens is None and b'"output_tokens"' in said
+    return usage.cached_tokens is None and b'"output_tokens"' in event
 
 
 def header_usage(answer: Mapping[str, str]) -> Usage:

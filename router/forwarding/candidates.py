@@ -1,13 +1,13 @@
-"""Find the pods that a request may go to: with room, with its conversation, and with support for its path."""
+"""Find the pods that a request may go to, with room, with its conversation, and able to answer its path; choose one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-import orjson
-
-from engine.contract.errors import ApiError, Unavailable, quoted
+from engine.contract.errors import ApiError, TooManyRequests, Unavailable, quoted
+from router.choosing.chooser import Choice, Chooser
 from router.edge.errors import RETRY_AFTER_S
+from router.engines.attempt_result import Cause
 from router.fleet.fleet import Fleet
 from router.forwarding.exchange import Exchange
 from router.forwarding.waiting import WaitingRoom
@@ -28,33 +28,13 @@ class NoSuchPath(ApiError):
     type = "invalid_request_error"
 
 
-def is_unknown_path(status: int, body: bytes) -> bool:
-    """Whether an engine's error says that the path is unknown, and not that a model or anything else is missing.
-
-    That is 405, or 404 with the text of a known server: FastAPI's `detail`, a message that ends with `Not Found` (vLLM
-    and our own engine), or no JSON at all.
-    """
-    if status != 404:
-        return status == 405
-    try:
-        said = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return True
-    if not isinstance(said, dict):
-        return False
-    error = said.get("error")
-    words = said.get("detail", said.get("message")) if error is None else error
-    if isinstance(words, dict):
-        words = words.get("message")
-    return isinstance(words, str) and words.endswith("Not Found")
-
-
-class Reach:
+class Candidates:
     """Decides where a request may go. It learns from a pod's answers which paths the pod does not know."""
 
-    def __init__(self, fleet: Fleet, room: WaitingRoom, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, room: WaitingRoom, chooser: Chooser, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._room = room
+        self._chooser = chooser
         self._clock = clock
         self._lacks: dict[tuple[PodId, str], float] = {}
         """Pods and the paths they lack, with the time until which this holds, oldest first."""
@@ -81,6 +61,50 @@ class Reach:
                 f"no engine of model {quoted(inbound.model)} answers {quoted(inbound.endpoint)}", code="unknown_path"
             )
         return out | lacking if able - out else lacking  # if all able pods are full, one of them queues it
+
+    async def first(self, exchange: Exchange, inbound: Inbound, on_wait: Callable[[], None]) -> Choice:
+        """Choose the pod for a request's first attempt. Raises as `place`, and NoEngine."""
+        return self._chooser.choose(inbound, await self.place(inbound, exchange, on_wait))
+
+    async def next(self, exchange: Exchange, inbound: Inbound, on_wait: Callable[[], None]) -> Choice | None:
+        """Choose a pod for the next attempt of a request that has failed; None if there is none.
+
+        The request waits if every pod is full and so was the last one tried, or if no pod is left. A request bound to
+        one pod, and an upload that cannot be sent again from its beginning, get no further attempt.
+        """
+        if inbound.only is not None or (inbound.upload is not None and not inbound.upload.is_replayable):
+            return None
+        tried = self.lacking(inbound) | {attempt.pod.pod_id for attempt in exchange.attempts}
+        full = self._room.full(inbound.model)
+        was_full = exchange.attempts[-1].cause is Cause.FULL
+        try:
+            if (full is None and was_full) or not self._fleet.pods(inbound.model):
+                return await self.first(exchange, inbound, on_wait)
+            avoided = tried | (full or set())
+            if not was_full and all(pod.pod_id in avoided for pod in self._fleet.pods(inbound.model)):
+                avoided = tried  # all others are full: one of them queues the request
+            return self._chooser.choose(inbound, self.to_avoid(inbound, avoided))
+        except (NoSuchPath, TooManyRequests, Unavailable):
+            return None
+
+    def has_untried(self, exchange: Exchange, inbound: Inbound) -> bool:
+        """Return whether some pod of the model has not been asked."""
+        pods, attempts = self._fleet.pods(inbound.model), exchange.attempts
+        if len(pods) > len(attempts):
+            return True
+        tried = {attempt.pod.pod_id for attempt in attempts}
+        return any(pod.pod_id not in tried for pod in pods)
+
+    def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
+        """Return `tried` and, for a retry, the pods in doubt. If that leaves no pod, return only `tried`.
+
+        If n pods are broken, at most n requests fail at two pods each: after that, all broken pods but one are in
+        doubt.
+        """
+        if not tried:
+            return tried
+        avoided = tried | self._fleet.doubtful(inbound.model)
+        return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
 
     def _all_but(self, inbound: Inbound, pod_id: PodId) -> Set[PodId]:
         others = {pod.pod_id for pod in self._fleet.pods(inbound.model)}

@@ -101,12 +101,12 @@ class Conversations:
         inbound = exchange.inbound
         if inbound is None or inbound.endpoint != Endpoint.RESPONSES:
             return
-        exchange.keeps = [response_id(head)] if inbound.stores else []
+        names = [response_id(head)] if inbound.stores else []
         if inbound.continues is not None and inbound.continues[0] == "conversation":
-            exchange.keeps.append(_place_name(*inbound.continues))
-        exchange.keeps = list(filter(None, exchange.keeps))
+            names.append(_place_name(*inbound.continues))
+        exchange.kept(list(filter(None, names)))
         for name in exchange.keeps:
-            self._places.put(name, Place(pod, inbound.model, exchange.tenant.name))
+            self._places.put(name, Place(pod, inbound.model, exchange.arrival.tenant.name))
 
     def ended(self, exchange: Exchange) -> None:
         """Record the length of the conversation, which is known once the answer has ended."""
@@ -114,6 +114,6 @@ class Conversations:
             return
         usage = exchange.usage
         tokens = (usage.prompt_tokens or exchange.inbound.prompt_tokens) + (usage.completion_tokens or 0)
-        place = Place(exchange.last.pod.pod_id, exchange.inbound.model, exchange.tenant.name, tokens)
+        place = Place(exchange.last.pod.pod_id, exchange.inbound.model, exchange.arrival.tenant.name, tokens)
         for name in exchange.keeps:
             self._places.share(name, place)

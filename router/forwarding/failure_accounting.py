@@ -1,102 +1,167 @@
-"""What a failed attempt means: the pod is at fault, the pod says that it leaves, or the request is at fault."""
+"""Act on the result of an attempt: count it for its pod, for the retry budget, in the index and in the metrics.
+
+A failure before the client saw anything is the pod's fault only if another pod answers the request. If several pods
+fail it, the request is at fault. So the fault is kept in the record until that is known.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
 from dataclasses import replace
+from typing import assert_never
 
-from router.engines.outcome import Outcome
+from router.choosing.chooser import Choice, Chooser
+from router.edge.errors import UpstreamError
+from router.engines.attempt_result import Broken, Cause, Done, GoesOn, Refused, Retry
 from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
-from router.forwarding.attempt import Attempt
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Attempt, Exchange
+from router.overload.retries import RetryBudget
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
-from router.views.types import PodId
 
-TELLING_BYTES = 4096
+DIGEST_BYTES = 4096
 """Bytes at the end of a body that tell requests apart."""
 
 
-class Blame:
-    """Reports failed attempts to the fleet."""
+class FailureAccounting:
+    """Counts attempts of all requests, whether this gateway or another proxy sends them. `asked`: the request, or the
+    one for its rest."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, chooser: Chooser, metrics: Metrics) -> None:
         self._fleet = fleet
+        self._chooser = chooser
         self._metrics = metrics
+        self._retries = RetryBudget()
         self._clock = asyncio.get_running_loop().time
 
-    def failed(self, exchange: Exchange, inbound: Inbound, attempt: Attempt) -> None:
-        """Record an attempt that failed before the client saw anything, so another pod is tried."""
-        assert attempt.error is not None
-        assert attempt.outcome is not None
-        exchange.error = attempt.error.detail
-        self._metrics.attempts.retried(attempt.reason)
-        if attempt.outcome is Outcome.FULL:
-            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
-        if attempt.outcome is Outcome.UNREACHABLE:
-            self._fleet.failed(attempt.pod, attempt.error.detail)
-        self._told(attempt, attempt.outcome, attempt.error.detail)
-        if attempt.outcome.is_blamed:
-            attempt.pod.faults.doubt()
-            attempt.fault = self._fault(attempt, inbound)
+    def may_retry(self, inbound: Inbound, choice: Choice, in_flight: int) -> bool:
+        """Return whether the retry budget allows one more attempt, which it then counts. If not, undo its choice.
 
-    def without_body(self, inbound: Inbound) -> Inbound:
-        """Return the request with only the end of its body, for use once the body is sent and not needed again."""
-        return replace(inbound, body=inbound.body[-TELLING_BYTES:])
+        `in_flight`: all requests.
+        """
+        if self._retries.take(in_flight):
+            return True
+        self._chooser.undo(inbound, choice)
+        self._metrics.attempts.retry_refused()
+        return False
 
-    def failed_at_proxy(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """Record a failed attempt that another proxy sent to the pod. Nothing here retries it."""
-        attempt.outcome = outcome
-        if outcome is Outcome.FULL:
-            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
-        if outcome is Outcome.UNREACHABLE:
-            self._fleet.failed(attempt.pod, why)
-        self._told(attempt, outcome, why)
-        if outcome.is_blamed:
-            attempt.pod.faults.doubt()
-            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=False)
+    def began(self, exchange: Exchange, attempt: Attempt, now_s: float) -> None:
+        """Count that the pod begins to answer well. So a pod that failed the request before was at fault."""
+        attempt.first_byte_s = now_s
+        self._end_retry(attempt)
+        attempt.pod.faults.began(now_s)
+        if len(exchange.attempts) > 1:
+            self.settle(exchange, is_made_good=True)
 
-    def broke(self, inbound: Inbound, attempt: Attempt, outcome: Outcome, why: str) -> None:
-        """Record a stream that ended wrongly after its first byte."""
-        attempt.outcome = outcome
-        self._told(attempt, outcome, why)
-        if outcome.is_blamed:
-            self._fleet.blame(attempt.pod, self._fault(attempt, inbound), is_begun=True)
+    def ended(self, exchange: Exchange, asked: Inbound, attempt: Attempt) -> None:
+        """Count an attempt that no longer counts as load. One that never ran is undone in the index."""
+        attempt.ended(self._clock())
+        self._end_retry(attempt)
+        if not attempt.has_run:
+            attempt.undone(self._chooser.undo(asked, attempt.choice))
+        match attempt.result:
+            case None | GoesOn():  # it was cancelled, or the client left
+                pass
+            case Done():
+                self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
+            case Refused():
+                _forget_faults(exchange)  # the request is wrong: no pod is to blame
+            case Retry(cause, reason):
+                why = _why(attempt)
+                exchange.failed(why)
+                self._metrics.attempts.retried(reason)
+                self._failed(attempt, cause, why)
+                if cause.is_pods_fault:
+                    attempt.pod.faults.doubt()
+                    attempt.takes_fault(self._fault(attempt, asked))
+            case Broken(cause):
+                self._broke(exchange, asked, attempt, cause)
+            case _:
+                assert_never(attempt.result)
+
+    def ended_at_proxy(self, exchange: Exchange, asked: Inbound, attempt: Attempt, why: str) -> None:
+        """Count an attempt that another proxy sent to the pod. Nothing here retries it, so its fault counts at once.
+
+        `why`: why it failed, if it did.
+        """
+        match attempt.result:
+            case None | GoesOn() | Refused():
+                pass
+            case Done():
+                self._fleet.served(attempt.pod, sent_s=attempt.sent_s)
+            case Retry(cause):
+                exchange.failed(why)
+                self._failed(attempt, cause, why)
+                if cause.is_pods_fault:
+                    attempt.pod.faults.doubt()
+                    self._fleet.blame(attempt.pod, self._fault(attempt, asked), is_begun=False)
+            case Broken(cause):
+                exchange.failed(why)
+                self._broke(exchange, asked, attempt, cause)
+            case _:
+                assert_never(attempt.result)
 
     def settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
-        """Blame the pod that failed the request. If several failed it, the request is at fault, and none is blamed.
+        """Count the fault of the pod that failed the request. If several failed it, the request is at fault, and no
+        pod's fault counts.
 
         `is_made_good`: see Fault.
         """
         faults = [(attempt.pod, attempt.fault) for attempt in exchange.attempts if attempt.fault is not None]
         if not faults:
             return
-        exchange.forget_faults()
+        _forget_faults(exchange)
         if len(faults) == 1:
             ((pod, fault),) = faults
             self._fleet.blame(pod, replace(fault, is_made_good=is_made_good), is_begun=False)
 
-    def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
-        """Return `tried` and, for a retry, the pods in doubt. If that leaves no pod, return only `tried`.
+    def _failed(self, attempt: Attempt, cause: Cause, why: str) -> None:
+        """Count an attempt that failed before the client saw anything."""
+        if cause is Cause.FULL:
+            attempt.pod.cap.refused(attempt.pod.in_flight, self._clock())
+        if cause is Cause.UNREACHABLE:
+            self._fleet.failed(attempt.pod, why)
+        self._heard(attempt, cause, why)
 
-        If n pods are broken, at most n requests fail at two pods each: after that, all broken pods but one are in
-        doubt.
-        """
-        if not tried:
-            return tried
-        avoided = tried | self._fleet.doubtful(inbound.model)
-        return avoided if any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model)) else tried
+    def _broke(self, exchange: Exchange, asked: Inbound, attempt: Attempt, cause: Cause) -> None:
+        """Count a stream that ended wrongly after its first byte."""
+        self._heard(attempt, cause, exchange.error or "")
+        if cause.is_pods_fault:
+            self._fleet.blame(attempt.pod, self._fault(attempt, asked), is_begun=True)
 
-    def _told(self, attempt: Attempt, outcome: Outcome, why: str) -> None:
+    def _heard(self, attempt: Attempt, cause: Cause, why: str) -> None:
         """Tell the fleet what the pod said of itself."""
-        if outcome.is_leaving:
+        if cause.is_leaving:
             self._fleet.leaves(attempt.pod, why)
-        elif outcome is Outcome.ABORTED:
+        elif cause is Cause.ABORTED:
             attempt.pod.faults.doubt()
             self._fleet.look_at(attempt.pod)  # it may have gone to sleep
 
-    def _fault(self, attempt: Attempt, inbound: Inbound) -> Fault:
+    def _fault(self, attempt: Attempt, asked: Inbound) -> Fault:
         """Return the attempt as a fault of its pod."""
-        return Fault(hash(inbound.body[-TELLING_BYTES:]), attempt.sent_s, self._clock())
+        return Fault(hash(asked.body[-DIGEST_BYTES:]), attempt.sent_s, self._clock())
+
+    def _end_retry(self, attempt: Attempt) -> None:
+        """Take the attempt off the retry budget: it has begun to answer, or it has failed."""
+        if attempt.is_on_budget:
+            attempt.is_on_budget = False
+            self._retries.give_back()
+
+
+def without_body(inbound: Inbound) -> Inbound:
+    """Return the request with only the end of its body, for use once the body is sent and not needed again."""
+    return replace(inbound, body=inbound.body[-DIGEST_BYTES:])
+
+
+def _forget_faults(exchange: Exchange) -> None:
+    for attempt in exchange.attempts:
+        attempt.takes_fault(None)
+
+
+def _why(attempt: Attempt) -> str:
+    """Return why the attempt failed, for logs."""
+    reply = attempt.reply
+    if isinstance(reply, UpstreamError):
+        return reply.detail
+    return "" if reply is None else f"the engine answered {reply.status}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-
-from aiohttp import web
+from typing import Generic, TypeVar
 
 from router.choosing.chooser import Choice, Chooser
 from router.edge.errors import OutOfResources
 from router.fleet.fleet import Fleet
-from router.forwarding.attempt import Attempt
+from router.forwarding.exchange import Attempt
 from router.forwarding.waiting import WaitingRoom
 from router.overload.hedges import HedgeBudget
 from router.reading.inbound import Inbound
@@ -22,16 +21,19 @@ LATE = 2.0
 prompts are slow on any pod."""
 
 
+T = TypeVar("T")
+"""What an attempt returns."""
+
+
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Generic[T]):
     """Steps of the proxy for one request."""
 
     begin: Callable[[Choice], Attempt]
     """Begins a further attempt."""
-    run: Callable[[Attempt, Race | None], Awaitable[web.StreamResponse | None]]
-    """Runs the attempt to its end. It tells the race as soon as it has an answer for the client."""
-    note_failure: Callable[[Attempt], None]
-    """Records that the attempt failed and another may succeed."""
+    run: Callable[[Attempt, Race[T] | None], Awaitable[T]]
+    """Runs the attempt to its end, and acts on its result. It tells the race as soon as it has an answer for the
+    client."""
 
 
 class Hedges:
@@ -46,9 +48,7 @@ class Hedges:
         self._metrics = metrics
         self._budget = HedgeBudget()
 
-    async def run(
-        self, inbound: Inbound, attempts: list[Attempt], first: Attempt, steps: Steps
-    ) -> web.StreamResponse | None:
+    async def run(self, inbound: Inbound, attempts: list[Attempt], first: Attempt, steps: Steps[T]) -> T | None:
         """Run the first attempt, and perhaps a second beside it.
 
         Afterwards the last of `attempts` is the one that gave the result or failed last. An answer that is no stream
@@ -77,25 +77,25 @@ class Hedges:
         return None
 
 
-class Race:
+class Race(Generic[T]):
     """Two attempts at a request. The first runs in the request's own task, so it need not wait for another task."""
 
     def __init__(
-        self, attempts: list[Attempt], first: Attempt, choose_second: Callable[[], Choice | None], steps: Steps
+        self, attempts: list[Attempt], first: Attempt, choose_second: Callable[[], Choice | None], steps: Steps[T]
     ) -> None:
         self._attempts = attempts
         self._first = first
         self._choose_second = choose_second
         self._steps = steps
         self._request = asyncio.current_task()
-        self._hedge: asyncio.Task[web.StreamResponse | None] | None = None
+        self._hedge: asyncio.Task[T | None] | None = None
         self._is_first_running = True
         self.second: Attempt | None = None
         """The second attempt, once it has begun."""
         self.winner: Attempt | None = None
         """The attempt whose answer the client gets."""
 
-    async def run(self, after_s: float) -> web.StreamResponse | None:
+    async def run(self, after_s: float) -> T | None:
         """See `Hedges.run`. The second attempt begins when the first has been silent for `after_s`.
 
         Both attempts have ended when this returns.
@@ -107,11 +107,9 @@ class Race:
             if self.second is None or self.winner is self._first:
                 return response
             assert self._hedge is not None
-            if self.winner is None:
-                if self._hedge.done():
-                    self._put_last(self._first)
-                    return None
-                self._steps.note_failure(self._first)
+            if self.winner is None and self._hedge.done():
+                self._put_last(self._first)
+                return None
             return await self._hedge
         finally:
             timer.cancel()
@@ -130,7 +128,7 @@ class Race:
         elif self._hedge is not None:
             self._hedge.cancel()
 
-    async def _run_first(self) -> web.StreamResponse | None:
+    async def _run_first(self) -> T | None:
         """Run the first attempt. Return None also if the second has won."""
         assert self._request is not None
         cancelled = self._request.cancelling()
@@ -147,20 +145,17 @@ class Race:
     def _start(self) -> None:
         self._hedge = asyncio.get_running_loop().create_task(self._run_second())
 
-    async def _run_second(self) -> web.StreamResponse | None:
+    async def _run_second(self) -> T | None:
         choice = self._choose_second()
         if choice is None:
             return None
         second = self.second = self._steps.begin(choice)
         try:
-            response = await self._steps.run(second, self)
+            return await self._steps.run(second, self)
         except OutOfResources:
             if not self._is_first_running:
                 raise
             return None  # the first attempt may not need the resource that this gateway lacks
-        if self.winner is None and self._is_first_running:
-            self._steps.note_failure(second)
-        return response
 
     def _put_last(self, attempt: Attempt) -> None:
         self._attempts.sort(key=lambda other: other is attempt)

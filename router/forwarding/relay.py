@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -15,18 +16,25 @@ from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body as message_error_body
 from engine.contract.requests import Endpoint
 from engine.contract.responses import response_error
-from router.continuing.record import Record
-from router.edge.deadline import Deadline
+from router.continuing.transcript import SentEvents
 from router.edge.errors import BadGateway
-from router.engines.aborted_answers import before_end, may_end, tells_reason
-from router.engines.engine_errors import GAVE_UP, before_abort, meaning
-from router.engines.error_events import before_error, engine_error, error_event
-from router.engines.outcome import Outcome
+from router.engines.attempt_result import ErrorEvent, Failed, Failure, GaveUp, Observed
+from router.engines.engine_errors import (
+    GAVE_UP,
+    before_abort,
+    before_end,
+    before_error,
+    engine_error,
+    error_event,
+    may_end,
+    meaning,
+    tells_reason,
+)
 from router.engines.usage import TAIL_BYTES, Tail
 
 HELD_BYTES = 2**18
 """An event that is longer than this, in bytes, is sent before its end has come."""
-LAST_WORD_S = 1.0
+LAST_EVENT_S = 1.0
 """Seconds that a client may take to accept the error event that ends a broken stream."""
 EARLY_CHUNKS = 8
 """If an answer is given up before its first token, it has at most this many chunks. Later chunks are only checked for
@@ -48,15 +56,17 @@ _SEAM_BYTES = 3
 """Bytes of the longest end of an event, less one."""
 
 
-class UpstreamBroke(Exception):
-    """The engine's stream ended wrongly, was given up, or went silent, after its first byte: `outcome` says which."""
+class StreamBroke(Exception):
+    """The engine's stream ended wrongly, was given up, or went silent, after its first byte: `observed` says which."""
 
-    def __init__(self, message: str, outcome: Outcome, detail: str | None = None, said: bytes = b"") -> None:
-        """`detail`: for logs; may name the engine's address. `said`: the engine's own error event, not sent yet."""
+    def __init__(
+        self, message: str, observed: Failed | ErrorEvent | GaveUp, detail: str | None = None, event: bytes = b""
+    ) -> None:
+        """`detail`: for logs; may name the engine's address. `event`: the engine's own error event, not sent yet."""
         super().__init__(message)
         self.detail = detail or message
-        self.outcome = outcome
-        self._said = said
+        self.observed: Observed = observed
+        self._event = event
 
     def last_event(self, path: str = "", number: int = 0) -> bytes:
         """Return the error event that ends a stream of `path`: the engine's own, if it sent one.
@@ -64,14 +74,66 @@ class UpstreamBroke(Exception):
         `number`: the event's number, if the path's events have numbers.
         """
         if path in MESSAGE_PATHS:
-            return self._said or named_event("error", message_error_body(BadGateway(str(self))))
+            return self._event or named_event("error", message_error_body(BadGateway(str(self))))
         if path.startswith(Endpoint.RESPONSES):
-            return self._said or named_event("error", response_error(BadGateway(str(self)), number))
-        return self._said or sse_event(BadGateway(str(self)).body())
+            return self._event or named_event("error", response_error(BadGateway(str(self)), number))
+        return self._event or sse_event(BadGateway(str(self)).body())
 
 
 class ClientStalled(Exception):
     """The client accepted nothing during the idle timeout."""
+
+
+class Deadline:
+    """A cheap `asyncio.timeout` for streams: it cancels what its block awaits at the time set with `at`, and raises
+    TimeoutError then.
+
+    Any other cancellation of the task passes through, even if it comes together with the deadline. On Python 3.11 a
+    lookup of the running loop is a system call, and asyncio.timeout makes one at each step.
+    """
+
+    __slots__ = ("_cancelling", "_is_over", "_loop", "_task", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: the running loop. No deadline is set at first."""
+        self._loop = loop
+        self._task: asyncio.Task[object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._cancelling = 0
+        self._is_over = False
+
+    def at(self, time_s: float) -> None:
+        """Set a new deadline, on the loop's clock. Has no effect once a deadline has passed."""
+        if self._is_over:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(time_s, self._expire)
+
+    def _expire(self) -> None:
+        assert self._task is not None
+        self._is_over = True
+        self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task(self._loop)
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        task, self._task = self._task, None
+        if self._is_over and task is not None and task.uncancel() <= self._cancelling and _is_cancelled(kind):
+            raise TimeoutError from error
+
+
+def _is_cancelled(kind: type[BaseException] | None) -> bool:
+    return kind is not None and issubclass(kind, asyncio.CancelledError)
 
 
 class Source(Protocol):
@@ -102,11 +164,11 @@ class Relay:
         is_events: bool,
         idle_s: float,
         deadline_s: float,
-        record: Record | None = None,
+        sent: SentEvents | None = None,
     ) -> None:
-        """`record`: gets what was sent, so that another pod can give the rest."""
+        """`sent`: keeps what was sent, so that another pod can give the rest."""
         self._is_events = is_events
-        self.record = record
+        self._sent = sent
         self._source = source
         self._sink = sink
         self._idle_s = idle_s
@@ -121,7 +183,7 @@ class Relay:
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
         """Send the first `chunk` and all that follows, to the end. `on_first_sent` is called once `chunk` is sent.
 
-        An event that says that the engine failed or gave up is not sent. Then UpstreamBroke is raised.
+        An event that says that the engine failed or gave up is not sent. Then StreamBroke is raised.
         Also raises ClientStalled, or ConnectionError if the client is gone.
         """
         loop = asyncio.get_running_loop()
@@ -129,7 +191,7 @@ class Relay:
         read, write, keep, may_fail = self._source.readany, self._sink.write, self._tail.add, _MAY_FAIL.search
         rearm_at_s = 0.0
         early = EARLY_CHUNKS
-        is_events, is_reading, is_ended, record = self._is_events, False, False, self.record
+        is_events, is_reading, is_ended, sent = self._is_events, False, False, self._sent
         try:
             with Deadline(loop) as limit:
                 while chunk:
@@ -145,7 +207,7 @@ class Relay:
                     if is_events and (early > 0 or chunk.endswith(DONE)):
                         early -= 1
                         if may_end(chunk):
-                            chunk = await self._until_cut(chunk)
+                            chunk = await self._until_given_up(chunk)
                     if len(chunk) > PIECE_BYTES:
                         await self._write_pieces(chunk)
                     elif chunk and self._source.is_read and not self._held:
@@ -158,15 +220,15 @@ class Relay:
                         on_first_sent = None
                     if is_ended:
                         return
-                    if record is not None:
-                        record.add(chunk)
+                    if sent is not None:
+                        sent.add(chunk)
                     chunk = b""  # so that its memory is free while the next one is awaited
                     is_reading = True
                     try:
                         chunk = await read()
                     except OSError as error:
                         detail = f"the engine's stream broke: {error or type(error).__name__}"
-                        raise UpstreamBroke("the engine's stream broke", Outcome.BROKEN, detail) from None
+                        raise StreamBroke("the engine's stream broke", Failed(Failure.DISCONNECT), detail) from None
                     is_reading = False
                 if self._held:
                     await write(self._take_held())
@@ -176,46 +238,45 @@ class Relay:
                 raise ClientStalled from None
             late = clock() >= self._deadline_s
             text = "the request's deadline passed" if late else "the engine went silent"
-            raise UpstreamBroke(text, Outcome.SILENT) from None
+            raise StreamBroke(text, Failed(Failure.TIMEOUT)) from None
 
     async def _until_failure(self, chunk: bytes) -> bytes:
         """Return `chunk` if no event in it reports the engine's failure.
 
-        Otherwise send what comes before that event, and raise UpstreamBroke.
+        Otherwise send what comes before that event, and raise StreamBroke.
         """
-        said, given_up = engine_error(chunk), before_abort(chunk)
-        if said is None and given_up is None:
+        error, given_up = engine_error(chunk), before_abort(chunk)
+        if error is None and given_up is None:
             return chunk
         at = before_error(chunk) if given_up is None else given_up
         await self._send_before(chunk[:at])
-        if given_up is not None or said is None:
-            raise UpstreamBroke(GAVE_UP, Outcome.ABORTED)
-        raise UpstreamBroke(
-            "the engine's stream broke", meaning(said.message) or Outcome.BROKEN, said.message, error_event(chunk[at:])
-        )
+        if given_up is not None or error is None:
+            raise StreamBroke(GAVE_UP, GaveUp())
+        observed = ErrorEvent(error.code, meaning(error.message))
+        raise StreamBroke("the engine's stream broke", observed, error.message, error_event(chunk[at:]))
 
-    async def _until_cut(self, chunk: bytes) -> bytes:
-        """Return the part of `chunk` still to be sent. Raises UpstreamBroke if an answer that was given up ends in it.
+    async def _until_given_up(self, chunk: bytes) -> bytes:
+        """Return the part of `chunk` still to be sent. Raises StreamBroke if an answer that was given up ends in it.
 
-        Without a record this cannot be known: the finish reason may be further back than the tail.
+        Without `sent` this cannot be known: the finish reason may be further back than the tail.
         """
-        record = self.record
-        if tells_reason(chunk) or record is None or not record.is_kept or tells_reason(self._tail.last_bytes()):
+        sent = self._sent
+        if tells_reason(chunk) or sent is None or not sent.is_kept or tells_reason(self._tail.last_bytes()):
             return chunk
         at = before_end(chunk)
         if at is None:
             return chunk
         await self._send_before(chunk[:at])
-        if record.is_kept and record.read().is_cut:
-            raise UpstreamBroke(GAVE_UP, Outcome.ABORTED)
+        if sent.is_kept and sent.read().is_cut:
+            raise StreamBroke(GAVE_UP, GaveUp())
         return chunk[at:]
 
     async def _send_before(self, events: bytes) -> None:
         """Send and record the events before one that may end the answer."""
         if events:
             await self._sink.write(events)
-            if self.record is not None:
-                self.record.add(events)
+            if self._sent is not None:
+                self._sent.add(events)
 
     async def _write_pieces(self, chunk: bytes) -> None:
         """Write `chunk` in pieces, so that no buffer holds a second copy of all of it."""
@@ -262,7 +323,7 @@ class Relay:
     async def say(self, events: bytes) -> None:
         """Send events that are not from the source being copied. Raises ClientStalled or ConnectionError."""
         try:
-            async with asyncio.timeout(LAST_WORD_S):
+            async with asyncio.timeout(LAST_EVENT_S):
                 await self._sink.write(events)
         except TimeoutError:
             raise ClientStalled from None

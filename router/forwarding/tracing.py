@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import assert_never
 
 from aiohttp import web
 
 from engine.common.otel.request_span import known, request_span
 from engine.common.otel.running import tracing
 from engine.common.otel.tracer import Span, SpanKind, Trace, Tracer, Value
-from router.engines.outcome import Outcome
-from router.forwarding.attempt import Attempt
-from router.forwarding.exchange import CLIENT_GONE, Exchange
+from router.engines.attempt_result import Broken, Done, GoesOn, Refused, Retry
+from router.forwarding.exchange import CLIENT_GONE, Attempt, Exchange
 
 PLACES = 6
 """Decimal places of times in seconds: microseconds."""
@@ -34,15 +34,17 @@ async def run_tracer(app: web.Application) -> AsyncIterator[None]:
 def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> list[Span]:
     """Return the spans of a request that has ended. `path`: of a known endpoint. `ended_s`: on the loop's clock."""
 
+    arrival = exchange.arrival
+
     def at_ns(loop_s: float) -> int:
-        return trace.started_ns + round(1e9 * (loop_s - exchange.arrived_s))
+        return trace.started_ns + round(1e9 * (loop_s - arrival.arrived_s))
 
     inbound, last, usage = exchange.inbound, exchange.last, exchange.usage
     status = exchange.status or HTTPStatus.INTERNAL_SERVER_ERROR
     more: dict[str, Value | None] = {
         "http.request.method": inbound.resource[0] if inbound is not None and inbound.resource else "POST",
-        "warmroute.request_id": exchange.request_id,
-        "warmroute.tenant": exchange.tenant.name,
+        "warmroute.request_id": arrival.request_id,
+        "warmroute.tenant": arrival.tenant.name,
         "warmroute.attempts": len(exchange.attempts),
         "warmroute.breaks": exchange.breaks,
         "warmroute.queue_s": round(exchange.queued_s, PLACES),
@@ -53,13 +55,13 @@ def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> lis
     if last is not None:
         more |= _decision(last)
     if exchange.first_byte_s is not None:
-        more["gen_ai.response.time_to_first_chunk"] = round(exchange.first_byte_s - exchange.arrived_s, PLACES)
+        more["gen_ai.response.time_to_first_chunk"] = round(exchange.first_byte_s - arrival.arrived_s, PLACES)
     spans = [
         request_span(
             *(trace, path, inbound.model if inbound else ""),
             end_ns=at_ns(ended_s),
             status=int(status),
-            error=_error(int(status), last),
+            error=_error(int(status), exchange),
             tokens=(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             more=more,
         )
@@ -73,8 +75,8 @@ def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> lis
             trace.span_id,
             at_ns(attempt.sent_s),
             at_ns(ended_s if attempt.ended_s is None else attempt.ended_s),
-            _attempt(attempt),
-            _failure(attempt),
+            _attempt(attempt, exchange),
+            _failure(attempt, exchange),
         )
         for attempt in exchange.attempts
     ]
@@ -95,22 +97,40 @@ def _decision(attempt: Attempt) -> dict[str, Value | None]:
     }
 
 
-def _attempt(attempt: Attempt) -> dict[str, Value]:
-    outcome = "cancelled" if attempt.outcome is None else attempt.outcome.name.lower()
-    return known({**_decision(attempt), "warmroute.outcome": outcome})
+def _attempt(attempt: Attempt, exchange: Exchange) -> dict[str, Value]:
+    return known({**_decision(attempt), "warmroute.outcome": _outcome(attempt, exchange)})
 
 
-def _failure(attempt: Attempt) -> str:
+def _outcome(attempt: Attempt, exchange: Exchange) -> str:
+    """Return the attempt's result as users know it."""
+    if exchange.status == CLIENT_GONE and attempt is exchange.last:
+        return "client_gone"
+    match attempt.result:
+        case None:
+            return "cancelled"
+        case GoesOn() | Done():
+            return "answered"
+        case Refused():
+            return "refused"
+        case Retry(cause) | Broken(cause):
+            return cause.name.lower()
+        case _:
+            assert_never(attempt.result)
+
+
+def _failure(attempt: Attempt, exchange: Exchange) -> str:
     """Return the attempt's error type; empty if its answer was passed on or another attempt was faster."""
-    if attempt.outcome in (None, Outcome.ANSWERED):
+    outcome = _outcome(attempt, exchange)
+    if outcome in ("cancelled", "answered"):
         return ""
-    return attempt.reason or attempt.outcome.name.lower()
+    return attempt.result.reason if isinstance(attempt.result, Retry) else outcome
 
 
-def _error(status: int, last: Attempt | None) -> str:
+def _error(status: int, exchange: Exchange) -> str:
     """Return the request's error type. A client's own mistakes (4xx) are not failures of the server."""
     if status == CLIENT_GONE:
         return "client_gone"
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return str(status)
-    return _failure(last) if status == HTTPStatus.OK and last is not None else ""
+    last = exchange.last
+    return _failure(last, exchange) if status == HTTPStatus.OK and last is not None else ""

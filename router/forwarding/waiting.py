@@ -13,7 +13,7 @@ from router.choosing.chooser import Chooser
 from router.edge.errors import SCALING_RETRY_AFTER_S, NoEngine
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
 from router.overload.flow import Waiting
 from router.overload.full import NO_PODS
 from router.overload.line import TICK_S, Line, LineLimits
@@ -106,14 +106,14 @@ class WaitingRoom:
         avoided: frozenset[PodId] | None = NO_PODS
         if pods:
             if self._limits.queue_s:
-                avoided = line.passes(exchange.flow, inbound.priority, pods, now_s)
+                avoided = line.passes(exchange.arrival.flow, inbound.priority, pods, now_s)
         elif self.wakes_models:
             avoided = None
         if avoided is not None and (inbound.ttft_slo_s is None or not pods):
             return avoided
-        waiting = self._waiting(inbound, exchange, pods, now_s)
-        if avoided is None and exchange.is_sheddable and pods:
-            self._count(exchange.tenant.name, "shed")
+        waiting = self._waiting(inbound, exchange.arrival, pods, now_s)
+        if avoided is None and exchange.arrival.urgency.is_sheddable and pods:
+            self._count(exchange.arrival.tenant.name, "shed")
             why = "every engine is busy, and the request's objective has a priority below 0"
             raise _overloaded(why, line.wait_s(waiting))
         wait_s = 0.0 if avoided is not None else line.wait_s(waiting)
@@ -123,7 +123,7 @@ class WaitingRoom:
             elif pods and wait_s is not None and now_s + wait_s > waiting.deadline_s:
                 raise _Late(wait_s)
         except _Refusal as refusal:
-            self._count(exchange.tenant.name, refusal.reason)
+            self._count(exchange.arrival.tenant.name, refusal.reason)
             raise refusal.error from None
         if avoided is not None:
             return avoided
@@ -137,18 +137,18 @@ class WaitingRoom:
             error = Unavailable("the gateway stops: try again", code="stopping", retry_after_s=1.0)
             self._refuse(waiting, "stopping", error)
 
-    def _waiting(self, inbound: Inbound, exchange: Exchange, pods: Sequence[Pod], now_s: float) -> Waiting:
+    def _waiting(self, inbound: Inbound, arrival: Arrival, pods: Sequence[Pod], now_s: float) -> Waiting:
         bound_s = self._limits.queue_s if pods else self._limits.activation_s
-        deadline_s = min(exchange.arrived_s + bound_s, exchange.deadline_s)
+        deadline_s = min(arrival.arrived_s + bound_s, arrival.deadline_s)
         if inbound.ttft_slo_s is not None:
-            deadline_s = min(deadline_s, exchange.arrived_s + inbound.ttft_slo_s)
+            deadline_s = min(deadline_s, arrival.arrived_s + inbound.ttft_slo_s)
         return Waiting(
-            flow=exchange.flow,
-            weight=exchange.tenant.weight,
+            flow=arrival.flow,
+            weight=arrival.tenant.weight,
             priority=inbound.priority,
             tokens=inbound.prompt_tokens + inbound.prompts * inbound.output_tokens,
             size=len(inbound.body) if inbound.upload is None else inbound.upload.held,
-            arrived_s=exchange.arrived_s,
+            arrived_s=arrival.arrived_s,
             deadline_s=deadline_s,
             session=inbound.session,
         )
@@ -164,7 +164,7 @@ class WaitingRoom:
 
     async def _wait(self, line: Line, waiting: Waiting, inbound: Inbound, exchange: Exchange) -> frozenset[PodId]:
         placed: asyncio.Future[frozenset[PodId]] = self._loop.create_future()
-        self._held[waiting] = _Held(inbound, exchange.tenant.name, placed)
+        self._held[waiting] = _Held(inbound, exchange.arrival.tenant.name, placed)
         began_s = self._loop.time()
         for dropped in line.enter(waiting, began_s):
             wait_s = line.wait_s(dropped)
@@ -177,9 +177,9 @@ class WaitingRoom:
             now_s = self._loop.time()
             if self._held.pop(waiting, None) is not None:  # the client has left
                 line.leave(waiting, now_s)
-            exchange.queued_s += now_s - began_s
+            exchange.waited(now_s - began_s)
             self._metrics.queue.waited(now_s - began_s)
-            self._metrics.tenants.queued(exchange.tenant.name, now_s - began_s)
+            self._metrics.tenants.queued(exchange.arrival.tenant.name, now_s - began_s)
 
     def _look_soon(self, *, at_once: bool) -> None:
         """Schedule `_look`. `at_once`: do not wait for the next tick."""

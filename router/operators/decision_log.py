@@ -95,8 +95,8 @@ class DecisionLog:
             Decided(
                 number=self.seen,
                 ended_s=now_s,
-                request_id=exchange.request_id,
-                tenant=exchange.tenant.name,
+                request_id=exchange.arrival.request_id,
+                tenant=exchange.arrival.tenant.name,
                 model=inbound.model,
                 policy=choice.policy,
                 pod=choice.pod.pod_id,
@@ -107,7 +107,7 @@ class DecisionLog:
                 cached_tokens=exchange.usage.cached_tokens,
                 expected_ttft_s=choice.decision.predicted_ttft_s,
                 first_byte_s=None if first_byte_s is None else first_byte_s - last.sent_s,
-                waited_s=last.sent_s - exchange.arrived_s,
+                waited_s=last.sent_s - exchange.arrival.arrived_s,
                 scores=_best(choice.decision.scores, choice.pod.pod_id),
             )
         )

@@ -8,7 +8,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 
 from router.edge.admission import Admission
-from router.edge.connection_limits import Door
+from router.edge.connection_limits import ClientConnections
 from router.fleet.discovery import DiscoveryStatus
 from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
@@ -42,14 +42,14 @@ class Exposition:
         return self._metrics.families(self._read())
 
 
-def client_values(admission: Admission, door: Door, lacks: Lacks) -> ClientValues:
+def client_values(admission: Admission, connections: ClientConnections, lacks: Lacks) -> ClientValues:
     """Return what clients' connections and requests hold."""
     return ClientValues(
         in_flight=admission.in_flight,
         body_bytes=admission.body_bytes,
         answer_bytes=admission.answer_bytes,
-        connections=len(door.connections),
-        refused=door.refused,
+        connections=len(connections.open),
+        refused=connections.refused,
         lacks=lacks.counts,
     )
 

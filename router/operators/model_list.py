@@ -8,8 +8,7 @@ from aiohttp import web
 from router.edge.client_keys import tenant_of
 from router.fleet.fleet import Fleet
 from router.operators.json_answer import json_response
-from router.reading.inbound import check_allowed, find_model
-from router.reading.names import Names
+from router.reading.names import Names, check_allowed, find_model
 
 
 class ModelList:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engine.contract.errors import Unavailable
-from router.engines.engine_errors import is_aborted, meaning, meaning_of_body
-from router.engines.error_events import engine_error
-from router.engines.outcome import Outcome, of_status
+from router.engines.attempt_result import (
+    GOES_ON,
+    Began,
+    Cause,
+    ClientHas,
+    ErrorStatus,
+    GaveUp,
+    GoesOn,
+    Observed,
+    Retry,
+    began,
+    ended,
+    result_of,
+)
+from router.engines.engine_errors import is_aborted
+from router.engines.upstream import observed_event, observed_status
 from router.engines.usage import Tail, header_usage, whole_usage
-from router.forwarding.attempt import Attempt
-from router.forwarding.candidates import is_unknown_path
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Attempt, Exchange
 from router.picker.destination import endpoint_of_pod
 from router.picker.parts import PickerParts
 
@@ -34,7 +46,8 @@ class Answered:
         status = fields.get(":status", "")
         self._status = int(status) if status.isdecimal() and len(status) == 3 else 502
         self._is_stream = self._status == 200 and fields.get("content-type", "").startswith("text/event-stream")
-        self._outcome = of_status(self._status, says_when="retry-after" in fields)
+        self._observed: Observed = began(is_stream=self._is_stream) if self._status < 300 else ErrorStatus(self._status)
+        """What the engine did so far; of an error, the body is not read yet."""
         self._why = f"the engine answered {self._status}"
         self._tail = Tail()
         self._has_begun = False
@@ -54,11 +67,10 @@ class Answered:
         if not chunk:
             return
         if not self._has_begun:
-            if self._is_stream and (said := engine_error(chunk)) is not None:
-                self._outcome = meaning(said.message) or (Outcome.TURNED_AWAY if said.code == 503 else Outcome.BROKEN)
-                self._why = said.message
+            if self._is_stream and (found := observed_event(chunk)) is not None:
+                self._observed, self._why = found
             self.began()
-            if self.attempt is not None and self._outcome is Outcome.ANSWERED:
+            if self.attempt is not None and self.attempt.has_run:
                 self._parts.conversations.began(self._exchange, chunk, self.attempt.pod.pod_id)
         self._tail.add(chunk)
 
@@ -66,14 +78,14 @@ class Answered:
         """Note that the first byte of the body has come, or the first sign of it that the proxy gives."""
         self._has_begun = True
         attempt, exchange = self.attempt, self._exchange
-        if attempt is None or self._outcome is not Outcome.ANSWERED:
+        if attempt is None or not isinstance(result_of(self._observed, ClientHas.NOTHING), GoesOn):
             return
         now_s = self._clock()
-        exchange.first_byte_s = now_s
-        attempt.has_run = True
-        attempt.pod.faults.began(now_s)
+        exchange.began(now_s)
+        attempt.answered(GOES_ON)
+        self._parts.accounting.began(exchange, attempt, now_s)
         if exchange.inbound is not None and exchange.inbound.prompts == 1:
-            exchange.usage = header_usage(self._fields)
+            exchange.recounted(header_usage(self._fields))
             attempt.first_token(exchange.usage.cached_tokens)
 
     def ended(self) -> None:
@@ -84,34 +96,35 @@ class Answered:
         if not self._has_begun:
             self.began()
         exchange, attempt, tail = self._exchange, self.attempt, self._tail.last_bytes()
-        exchange.status = self._status
-        usage = self._tail.usage() if self._is_stream else whole_usage(tail)
-        exchange.usage = usage.or_else(exchange.usage)
+        exchange.answered(self._status)
+        exchange.counted(self._tail.usage() if self._is_stream else whole_usage(tail))
         if attempt is None or exchange.inbound is None:
             return
-        outcome = self._outcome
-        if self._status >= 500:
-            outcome = _meaning(tail) or outcome
-        elif outcome is Outcome.ANSWERED and is_aborted(tail):
-            outcome = Outcome.ABORTED
-        elif outcome is Outcome.REFUSED and is_unknown_path(self._status, tail):
-            self._parts.reach.lacks(attempt.pod.pod_id, exchange.inbound)
-        attempt.outcome = outcome
-        if outcome is Outcome.ANSWERED:
-            self._parts.fleet.served(attempt.pod, sent_s=attempt.sent_s)
-        self._leave(attempt)
-        if outcome not in (Outcome.ANSWERED, Outcome.REFUSED):  # noted when the request no longer counts at the pod
-            exchange.error = self._why
-            self._parts.blame.failed_at_proxy(exchange.inbound, attempt, outcome, self._why)
+        observed = self._observed_at_end(tail)
+        if isinstance(observed, ErrorStatus) and observed.is_unknown_path:
+            self._parts.candidates.lacks(attempt.pod.pod_id, exchange.inbound)
+        attempt.answered(result_of(observed, ClientHas.PART if attempt.has_run else ClientHas.NOTHING))
+        self._leave(attempt)  # first, so that the request no longer counts at the pod
+        self._parts.accounting.ended_at_proxy(exchange, exchange.inbound, attempt, self._why)
 
     def close(self) -> None:
         """Note that nothing more will come."""
         if self.is_ended:
             return
         if self._is_stream and self._has_begun:
-            self._exchange.usage = self._tail.usage(is_broken=True).or_else(self._exchange.usage)
+            self._exchange.counted(self._tail.usage(is_broken=True))
         if self.attempt is not None:
             self._leave(self.attempt)
+
+    def _observed_at_end(self, tail: bytes) -> Observed:
+        """Return what the engine did, now that the body is whole."""
+        if self._status >= 300:
+            observed = observed_status(self._status, tail, says_when="retry-after" in self._fields)
+            cause = _cause_at_proxy(tail) if self._status >= 500 else None
+            return observed if cause is None else replace(observed, meaning=cause)
+        if not isinstance(self._observed, Began):
+            return self._observed
+        return GaveUp() if is_aborted(tail) else ended(is_stream=self._is_stream)
 
     def _leave(self, attempt: Attempt) -> None:
         """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""
@@ -127,7 +140,7 @@ class Answered:
         """Move the attempt: the proxy could not use the chosen pod, and a fallback gave the answer."""
         parts, exchange, inbound = self._parts, self._exchange, self._exchange.inbound
         assert inbound is not None
-        attempt.outcome = Outcome.UNABLE
+        attempt.answered(Retry(Cause.UNABLE, "status"))
         attempt.pod.faults.doubt()
         parts.fleet.look_at(attempt.pod)
         self._leave(attempt)
@@ -142,8 +155,8 @@ class Answered:
         self.attempt.__enter__()
 
 
-def _meaning(body: bytes) -> Outcome | None:
-    """Return what the body of an error means, from known texts of engines and of Envoy."""
+def _cause_at_proxy(body: bytes) -> Cause | None:
+    """Return what the body of an error of Envoy's own says."""
     if body.startswith(NOT_REACHED):
-        return Outcome.UNREACHABLE
-    return Outcome.UNABLE if body.startswith(OF_THE_PROXY) else meaning_of_body(body)
+        return Cause.UNREACHABLE
+    return Cause.UNABLE if body.startswith(OF_THE_PROXY) else None

@@ -24,7 +24,8 @@ from router.edge.headers import CACHE_FACTS, request_id
 from router.endpoints.intake import KEYED
 from router.fleet.pod import Lease, Pod
 from router.forwarding.candidates import NoSuchPath
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
+from router.forwarding.failure_accounting import without_body
 from router.picker.answer import Answered
 from router.picker.bodies import Body
 from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
@@ -42,11 +43,11 @@ from router.picker.protocol import (
     streamed,
     subset_of,
 )
-from router.picker.urgency import urgency
+from router.picker.urgency import urgency_of
 from router.picker.wire import picker_pb2 as wire
 from router.reading.by_load import BY_LOAD, CLOSED
 from router.reading.inbound import Inbound
-from router.tenants.limiter import RateLimited, Taking
+from router.tenants.limiter import Taking
 
 Responses = Sequence[wire.ProcessingResponse]
 
@@ -110,7 +111,7 @@ class Call:
         exchange, limits = self._exchange, self._parts.limits
         if exchange is None:
             return ()
-        if self._body is not None and self._clock() < exchange.deadline_s:
+        if self._body is not None and self._clock() < exchange.arrival.deadline_s:
             text = f"the request's body did not arrive in time: it has {limits.body_s:g} s"
             return [self._refused(RequestTimeout(text))]
         error = DeadlineExceeded(f"the request took longer than {limits.total_s:g} s")
@@ -148,22 +149,24 @@ class Call:
     async def _request_headers(self, message: wire.ProcessingRequest) -> Responses:
         parts, head, now_s = self._parts, message.request_headers, self._clock()
         fields = self._fields = fields_of(head.headers)
-        exchange = self._exchange = Exchange(request_id(fields), now_s, now_s + parts.limits.total_s)
+        trace = None if parts.tracer is None else parts.tracer.begin(fields)
+        session, deadline_s = fields.get(headers.SESSION), now_s + parts.limits.total_s
+        arrival = Arrival(request_id(fields), now_s, deadline_s, client_session=session, trace=trace)
+        self._exchange = Exchange(arrival)  # a refusal is recorded here, before the tenant is known
         # Engines decode a path before they look it up, so `/v1/completion%73` is a request for completions.
         self._path = as_text(unquote(fields.get(":path", "").partition("?")[0]), MAX_LOGGED_CHARS)
-        exchange.client_session = fields.get(headers.SESSION)
-        if parts.tracer is not None:
-            exchange.trace = parts.tracer.begin(fields)
         admitted = self._admitted = self._inside.enter_context(parts.admission.request())
+        tenant = arrival.tenant
         if parts.keys is not None:
             try:
-                exchange.tenant = parts.keys.admit(authorization_of(fields))
+                tenant = parts.keys.admit(authorization_of(fields))
             except Unauthorized as error:
                 parts.on_refusal(error)
                 raise
+        arrival = arrival._replace(tenant=tenant, urgency=urgency_of(tenant, fields, parts))
+        self._exchange = Exchange(arrival)
         if fields.get(":method") == "POST" and self._path.rstrip("/") in NOT_FOR_CLIENTS:
             raise NoSuchPath(f"{self._path} is for operators, not for clients", code="unknown_path")
-        urgency(exchange, fields, parts)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -173,7 +176,7 @@ class Call:
         self._body = Body(admitted, parts.limits.max_body_bytes, fields.get("content-encoding"))
         if head.end_of_stream or self._request_mode not in WITH_BODY:
             return await self._by_load()
-        self._until(min(now_s + parts.limits.body_s, exchange.deadline_s))
+        self._until(min(now_s + parts.limits.body_s, deadline_s))
         if self._request_mode in BUFFERED:
             return [wire.ProcessingResponse(request_headers=wire.HeadersResponse())]
         return ()
@@ -204,15 +207,16 @@ class Call:
         exchange = self._exchange
         assert self._body is not None
         assert exchange is not None
-        self._until(exchange.deadline_s)
+        self._until(exchange.arrival.deadline_s)
         plain, sent = await self._body.plain(), self._body.sent()
         if self._fields.get(":method") != "POST" or self._path not in READ:
             return self._go(*await self._least_loaded(plain), sent, is_end=is_end)
         raw_path = self._fields.get(":path", "").partition("?")[0]
         assert self._admitted is not None
-        inbound = exchange.inbound = await self._parts.reading.read(
-            self._path, raw_path, self._fields, plain, exchange, self._admitted
+        inbound = await self._parts.reading.read(
+            self._path, raw_path, self._fields, plain, exchange.arrival, self._admitted
         )
+        exchange.asks(inbound)
         pods = await self._choose(exchange, inbound)
         return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
 
@@ -221,7 +225,7 @@ class Call:
         parts = self._parts
         await self._charge(exchange, inbound.prompt_tokens + inbound.answer_tokens)
         outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
-        full = await parts.reach.place(inbound, exchange)
+        full = await parts.candidates.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
         others = outside(pods, self._allowed)
         avoided = others | full
@@ -234,16 +238,17 @@ class Call:
 
     async def _charge(self, exchange: Exchange, tokens: int) -> None:
         """Charge the tenant's limits with a request of `tokens` tokens. Raises RateLimited."""
-        if exchange.tenant.limits is not None:
-            taking = self._parts.limiter.take(exchange.tenant, tokens)
+        tenant = exchange.arrival.tenant
+        if tenant.limits is not None:
+            taking = self._parts.limiter.take(tenant, tokens)
             self._taking = await taking.__aenter__()
-            exchange.rate_headers = taking.headers()
+            exchange.limited(taking.headers())
 
     async def _by_load(self) -> Responses:
         """Choose without a body, or without the whole body."""
         assert self._body is not None
         assert self._exchange is not None
-        self._until(self._exchange.deadline_s)
+        self._until(self._exchange.arrival.deadline_s)
         return self._go(*await self._least_loaded(b""), None, is_end=True)
 
     async def _least_loaded(self, body: bytes) -> tuple[Pod, Sequence[Pod]]:
@@ -254,7 +259,7 @@ class Call:
         parts, exchange = self._parts, self._exchange
         assert exchange is not None
         by_load, tokens = ByLoad(parts.fleet, parts.room), 1 + len(body) // 4
-        tenant = exchange.tenant if self._fields.get(":method") == "POST" else None
+        tenant = exchange.arrival.tenant if self._fields.get(":method") == "POST" else None
         pod, able = by_load.pick(body, tenant, self._allowed)
         if tenant is not None and tenant.limits is not None:
             await self._charge(exchange, tokens)
@@ -278,9 +283,10 @@ class Call:
         assert self._admitted is not None
         assert self._body is not None
         attempt = exchange.last
-        trace = None if exchange.trace is None or attempt is None else exchange.trace.fields(attempt.span_id)
+        arrival = exchange.arrival
+        trace = None if arrival.trace is None or attempt is None else arrival.trace.fields(attempt.span_id)
         fields, removed = parts.upstream.changes(
-            exchange.request_id, pod, None if attempt is None else attempt.session_id, trace
+            arrival.request_id, pod, None if attempt is None else attempt.session_id, trace
         )
         is_rewritten = body is not None and body is not self._body.sent()
         is_buffered = body is not None and self._request_mode in BUFFERED
@@ -298,7 +304,7 @@ class Call:
         self._body = None
         self._admitted.forget_body()
         if exchange.inbound is not None:
-            exchange.inbound = parts.blame.without_body(exchange.inbound)
+            exchange.asks(without_body(exchange.inbound))
         if is_buffered:
             return [wire.ProcessingResponse(request_body=wire.BodyResponse(response=common), dynamic_metadata=metadata)]
         first = wire.ProcessingResponse(
@@ -332,7 +338,7 @@ class Call:
 
     def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:
         """Return headers of the answer that say why the request went to its pod."""
-        fields = {headers.REQUEST_ID: exchange.request_id, **exchange.rate_headers}
+        fields = {headers.REQUEST_ID: exchange.arrival.request_id, **exchange.rate_headers}
         if answered.attempt is not None and self._tells_cache(exchange):
             choice = answered.attempt.choice
             fields[headers.POD] = choice.pod.pod_id
@@ -341,7 +347,7 @@ class Call:
         return fields
 
     def _tells_cache(self, exchange: Exchange) -> bool:
-        return self._parts.limits.tells_cache and exchange.tenant.tells_cache
+        return self._parts.limits.tells_cache and exchange.arrival.tenant.tells_cache
 
     async def _response_body(self, message: wire.ProcessingRequest) -> Responses:
         answered, chunk = self._answered, message.response_body
@@ -378,11 +384,10 @@ class Call:
         parts, exchange = self._parts, self._exchange
         assert exchange is not None
         self.is_over = True
-        if isinstance(error, RateLimited):
-            exchange.rate_headers = error.headers
-            parts.metrics.tenants.refused(exchange.tenant.name, error.reason)
         parts.recorder.refused(exchange, error)
-        response = error_response(error, exchange.request_id, rate_headers=exchange.rate_headers, path=self._path)
+        response = error_response(
+            error, exchange.arrival.request_id, rate_headers=exchange.rate_headers, path=self._path
+        )
         assert isinstance(response.body, bytes)
         return wire.ProcessingResponse(
             immediate_response=wire.ImmediateResponse(

@@ -46,11 +46,11 @@ class Health:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watch already")
         self._watchers += 1
         try:
-            said = None
+            last = None
             while True:
                 status = self.status(request.service)
-                if status != said:
-                    said = status
+                if status != last:
+                    last = status
                     yield wire.HealthCheckResponse(status=status)
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:

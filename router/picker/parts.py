@@ -14,9 +14,9 @@ from router.edge.headers import UpstreamHeaders
 from router.endpoints.intake import Reading
 from router.fleet.fleet import Fleet
 from router.forwarding.attempts import Attempts
-from router.forwarding.candidates import Reach
+from router.forwarding.candidates import Candidates
 from router.forwarding.conversations import Conversations
-from router.forwarding.failure_accounting import Blame
+from router.forwarding.failure_accounting import FailureAccounting
 from router.forwarding.recorder import Recorder
 from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
@@ -53,13 +53,13 @@ class PickerParts:
 
     admission: Admission
     reading: Reading
-    reach: Reach
+    candidates: Candidates
     conversations: Conversations
     fleet: Fleet
     room: WaitingRoom
     chooser: Chooser
     attempts: Attempts
-    blame: Blame
+    accounting: FailureAccounting
     recorder: Recorder
     limiter: Limiter
     upstream: UpstreamHeaders

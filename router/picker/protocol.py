@@ -56,12 +56,12 @@ def endpoint_of(target: Target) -> str:
 
 def subset_of(metadata: wire.Metadata) -> frozenset[str] | None:
     """Return the endpoints that the proxy allows; None if it allows all."""
-    said = _entry(metadata, HINT, SUBSET)
-    if said is None:
+    entry = _entry(metadata, HINT, SUBSET)
+    if entry is None:
         return None
-    if said.HasField("list_value"):
-        return frozenset(value.string_value for value in said.list_value.values)
-    return _split(said.string_value)
+    if entry.HasField("list_value"):
+        return frozenset(value.string_value for value in entry.list_value.values)
+    return _split(entry.string_value)
 
 
 def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
@@ -72,8 +72,8 @@ def selection_of(fields: Mapping[str, str]) -> frozenset[str] | None:
 
 def served_of(metadata: wire.Metadata) -> str | None:
     """Return the endpoint that gave the answer; None if the proxy does not say."""
-    said = _entry(metadata, ENDPOINTS, SERVED)
-    return said.string_value or None if said is not None else None
+    entry = _entry(metadata, ENDPOINTS, SERVED)
+    return entry.string_value or None if entry is not None else None
 
 
 def names(endpoints: frozenset[str], endpoint: str) -> bool:
@@ -83,8 +83,8 @@ def names(endpoints: frozenset[str], endpoint: str) -> bool:
 
 def destination(endpoints: Iterable[str]) -> Struct:
     """Return the metadata that tells the proxy where to send the request."""
-    said = Struct(fields={DESTINATION: Value(string_value=",".join(endpoints))})
-    return Struct(fields={ENDPOINTS: Value(struct_value=said)})
+    entry = Struct(fields={DESTINATION: Value(string_value=",".join(endpoints))})
+    return Struct(fields={ENDPOINTS: Value(struct_value=entry)})
 
 
 def mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str] = ()) -> wire.HeaderMutation:

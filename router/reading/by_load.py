@@ -11,9 +11,9 @@ BY_LOAD = (
     *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),
     *("/tokenize", "/detokenize", "/v1/audio/speech"),
 )
-"""Paths of vLLM and SGLang. The gateway learns which engine answers which path (`reach.py`)."""
+"""Paths of vLLM and SGLang. The gateway learns which engine answers which path (`candidates.py`)."""
 UPLOADS = ("/v1/audio/transcriptions", "/v1/audio/translations")
-"""Paths whose bodies are forms with a file, which are sent on as they come (`uploads.py`)."""
+"""Paths whose bodies are forms with a file, which are sent on as they come (`intake.py`)."""
 FREE = frozenset(("/tokenize", "/detokenize"))
 """Paths that compute nothing: a request counts as one token."""
 LONG = frozenset(("/v1/audio/speech",))

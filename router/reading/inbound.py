@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from multidict import istr
+from xxhash import xxh3_64_intdigest
+
 from engine.contract import headers
-from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
+from engine.contract.errors import BadRequest, quoted
 from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
-from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, parse_body, request_head
+from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, RequestHead, parse_body, request_head
 from engine.contract.responses import kept_by_engine
-from router.edge.errors import RETRY_AFTER_S, SCALING_RETRY_AFTER_S, NoEngine
-from router.fleet.fleet import Fleet
-from router.fleet.probe import ServedModel
 from router.reading.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
 from router.reading.fields import body_of, with_fields
-from router.reading.hints import session_of
 from router.reading.model_ratios import Estimates
 from router.reading.named_cache import FIELD, NamesCache
-from router.reading.names import Names, first_words, not_allowed
+from router.reading.names import Models
 from router.reading.upload import Upload
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
@@ -31,7 +30,14 @@ MEDIA_TOKENS = 1024
 """Prompt tokens of an image, a sound or a file, whose size in bytes says nothing about their number. An image becomes
 576 tokens in LLaVA 1.5, and 256 to 1,280 in Qwen2-VL with its authors' bounds. A megapixel becomes 4,096 in Pixtral."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_OPENAI = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 _CHATS = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES)
+SESSION_FIELDS = tuple(map(istr, (headers.SESSION, "x-session-affinity", "x-claude-code-session-id", "session_id")))
+"""Header fields with the session: the one of vLLM and the gateway, those of proxies that pin sessions, of Claude Code
+and of Codex. The first one present counts. An `istr` is looked up without converting it to lower case each time."""
+BODY_FIELD = "prompt_cache_key"
+MAX_SESSION_CHARS = 512
+"""A longer name is ignored."""
 LOWEST_PRIORITY = -9
 """Lowest priority of a request. Requests below 0 are the first to be refused under overload."""
 _NUMBER = re.compile(r"-?[0-9]{1,6}")
@@ -75,7 +81,7 @@ class Inbound:
     stores: bool = False
     """Whether the engine is to keep the answer for a later request."""
     session: int = 0
-    """The client's session as a number (`hints.py`); 0 without one."""
+    """The client's session as a number (see `session_of`); 0 without one."""
     is_by_load: bool = False
     """Whether the request has no prefix to cache, so its answer tells nothing about caches."""
     is_named: bool = False
@@ -102,7 +108,7 @@ class Reader:
 
     def __init__(
         self,
-        fleet: Fleet,
+        models: Models,
         estimates: Estimates,
         *,
         stride: int,
@@ -110,18 +116,13 @@ class Reader:
         policies: frozenset[str] | None,
         isolation: Isolation | None = None,
         engine_priority: Literal[-1, 1] | None = None,
-        wakes_models: bool = False,
-        names: Names | None = None,
     ) -> None:
         """`policies`: names that a request may choose from by header; None: it may not. `isolation`: tenants' salts.
         `engine_priority`: sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None:
-        the gateway does not set it. `wakes_models`: accept requests for known models that no engine serves. `names`:
-        names that stand for models.
+        the gateway does not set it.
         """
-        self._names = names or Names()
+        self.models = models
         self._engine_priority = engine_priority
-        self._wakes_models = wakes_models
-        self._fleet = fleet
         self._estimates = estimates
         self._stride = stride
         self._default_policy = default_policy
@@ -153,22 +154,11 @@ class Reader:
             endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)
         is_response = endpoint is Endpoint.RESPONSES
-        name = meant or self._meant(head.model, tenant, (endpoint, fields))
-        model, adapter = self._model(name, tenant)
-        salt = head.salt
+        name = meant or self.models.meant(head.model, tenant, (endpoint, fields))
+        model, adapter = self.models.find(name, tenant)
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         priority = asked_priority if priority is None else priority
-        new: dict[str, str | int] = {}
-        if name is not None and name != head.model:
-            new["model"] = name
-        if (own_salt := self._salt(tenant, salt)) is not None:
-            salt = new["cache_salt"] = own_salt
-        # Engines accept `priority` and `n` only at OpenAI's endpoints.
-        is_openai = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
-        if self._engine_priority is not None and is_openai and (priority or "priority" in fields):
-            new["priority"] = self._engine_priority * priority
-        if new:
-            body = with_fields(body, fields, new)
+        body, salt = self._rewritten(endpoint, body, fields, head, name, tenant, priority)
         estimate = self._estimates.of(model)
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
@@ -188,7 +178,7 @@ class Reader:
             teaches_tokens=not media and (endpoint in _CHATS or isinstance(fields.get("prompt"), str)),
             body=body,
             prompts=head.prompts,
-            answers=head.prompts * _answers(fields) if is_openai else 1,
+            answers=head.prompts * _answers(fields) if endpoint in _OPENAI else 1,
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
@@ -196,6 +186,28 @@ class Reader:
             stores=is_response and fields.get("store") is not False,
             is_named=name is not None and name != head.model,
         )
+
+    def _rewritten(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        fields: Mapping[str, Any],
+        head: RequestHead,
+        name: str | None,
+        tenant: Tenant,
+        priority: int,
+    ) -> tuple[bytes, str]:
+        """Return the body that engines get, and its salt. `name`: the model that the request means."""
+        new: dict[str, str | int] = {}
+        if name is not None and name != head.model:
+            new["model"] = name
+        salt = head.salt
+        if (own_salt := self._salt(tenant, salt)) is not None:
+            salt = new["cache_salt"] = own_salt
+        # Engines accept `priority` and `n` only at OpenAI's endpoints.
+        if self._engine_priority is not None and endpoint in _OPENAI and (priority or "priority" in fields):
+            new["priority"] = self._engine_priority * priority
+        return (with_fields(body, fields, new) if new else body), salt
 
     def read_by_load(
         self,
@@ -209,8 +221,8 @@ class Reader:
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
         asked = asked_model(fields, is_required=path not in BY_LOAD)
-        name = self._meant(asked, tenant, body)
-        model, _ = self._model(name, tenant)
+        name = self.models.meant(asked, tenant, body)
+        model, _ = self.models.find(name, tenant)
         new: dict[str, str | int] = {}
         if name is not None and name != asked:
             new["model"] = name
@@ -231,24 +243,19 @@ class Reader:
             session=session_of(incoming, fields, tenant.name),
         )
 
-    def only_model(self, tenant: Tenant) -> str | None:
-        """Return the only model that the tenant can ask for; None if there are none or several."""
-        allowed = list(filter(tenant.may_use, self._fleet.models()))
-        return allowed[0] if len(allowed) == 1 else None
-
     def read_upload(
         self, path: str, upload: Upload, size: int, incoming: Mapping[str, str], tenant: Tenant = DEFAULT
     ) -> Inbound:
         """Return the request of `tenant` with a form of about `size` bytes, once enough has come to choose a pod."""
         policy, words = self._policy(incoming.get(headers.POLICY)), upload.sample
         asked = upload.model or None
-        only = self.only_model(tenant) if asked is None else None
-        name = only or self._meant(asked, tenant, words)
-        model, _ = self._model(name, tenant)
+        only = self.models.only_model(tenant) if asked is None else None
+        name = only or self.models.meant(asked, tenant, words)
+        model, _ = self.models.find(name, tenant)
 
         def check(late: str) -> None:
-            meant = self._meant(late or None, tenant, words)
-            if self._model(meant, tenant)[0] != model or (meant or model) != (name or model):
+            meant = self.models.meant(late or None, tenant, words)
+            if self.models.find(meant, tenant)[0] != model or (meant or model) != (name or model):
                 raise BadRequest(
                     f"model is {quoted(late)}, and the upload has begun for {quoted(name or model)}: put the field "
                     "model before the file in the form",
@@ -295,87 +302,6 @@ class Reader:
             )
         return asked
 
-    def _meant(
-        self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]
-    ) -> str | None:
-        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or the endpoint
-        and the fields that contain such bytes.
-
-        Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
-        """
-        name = self._names.default if asked is None else asked
-        own, adapter = ("", "") if name is None else self._names.split(name)
-        if name is None or not own or (adapter and self._is_known(name)):
-            return name
-        check_allowed(tenant, name)
-        known = words if isinstance(words, bytes) else first_words(*words)
-        return self._names.model(own, tenant, self._is_served, known, partial(self._on, adapter) if adapter else str)
-
-    def _on(self, adapter: str, model: str) -> str:
-        """Return the engines' name for the adapter on that model: vLLM lists it by its own name, SGLang wants both."""
-        is_listed = any(adapter in pod.facts.adapters for pod in self._fleet.pods(model))
-        return adapter if is_listed else f"{model}:{adapter}"
-
-    def _is_served(self, name: str) -> bool:
-        return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
-
-    def _model(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
-        """Return the name of the model and that of the adapter on it, empty without one.
-
-        SGLang accepts `model:adapter` but does not list it; other engines list each adapter as a model. The engine
-        refuses an adapter that does not exist.
-        """
-        if name is not None:
-            check_allowed(tenant, name)
-            base, _, adapter = name.rpartition(":")
-            if adapter and self._is_on(base, name):
-                name = base
-            else:
-                adapter = ""
-            if not (self._wakes_models and self._fleet.is_known(name)):
-                find_model(self._fleet, name, tenant)
-            return name, adapter
-        served = self._fleet.models()
-        if not served:
-            raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
-        allowed = [name for name in served if tenant.may_use(name)]
-        if len(allowed) != 1:
-            which = f"one of: {', '.join(sorted(allowed))}" if allowed else "but no model that this key may use is up"
-            raise BadRequest(f"model is required, {which}", param="model")
-        return allowed[0], ""
-
-    def _is_on(self, base: str, name: str) -> bool:
-        """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
-        from the start. So while `base` is served, the name of such a model means the model only if it is served too."""
-        served = self._fleet.models()
-        if name in served:
-            return False
-        return self._is_known(base) and (
-            not self._fleet.is_known(name) or (base in served and name in self._names.models)
-        )
-
-    def _is_known(self, name: str) -> bool:
-        return name in self._fleet.models() or self._fleet.is_known(name)
-
-
-def check_allowed(tenant: Tenant, name: str) -> None:
-    """Raise Forbidden if the tenant may not ask for that name. The error does not tell whether the model exists."""
-    if not tenant.may_use(name):
-        raise not_allowed(name)
-
-
-def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:
-    """Return the model of that name. Raises ModelNotFound, or Unavailable if no engine serves it at the moment."""
-    known = fleet.models()
-    if name in known:
-        return known[name]
-    if fleet.is_known(name):
-        raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
-    if not known:
-        raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
-    names = ", ".join(sorted(filter(tenant.may_use, known)))
-    raise ModelNotFound(f"model {quoted(name)} does not exist; known: {names}", param="model", code="model_not_found")
-
 
 def _priority(asked: str | None, tenant: Tenant) -> int:
     """Return the priority. Raises BadRequest, naming the header, if it is no number that the tenant may use."""
@@ -421,3 +347,17 @@ def _answers(fields: Mapping[str, Any]) -> int:
 def _expected_output(fields: Mapping[str, Any], learnt_tokens: float) -> int:
     limits = [value for value in [fields.get(name) for name in _LIMITS] if isinstance(value, int) and value > 0]
     return max(1, min([round(learnt_tokens), *limits]))
+
+
+def session_of(incoming: Mapping[str, str], fields: Mapping[str, Any], tenant: str) -> int:
+    """Return the session as a number from 1 to 2**64 - 1 that no two tenants share; 0 without a session."""
+    for field in SESSION_FIELDS:
+        if field in incoming:
+            return _session_number(incoming[field], tenant)
+    return _session_number(fields[BODY_FIELD], tenant) if BODY_FIELD in fields else 0
+
+
+def _session_number(name: object, tenant: str) -> int:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_SESSION_CHARS:
+        return 0
+    return xxh3_64_intdigest(f"{tenant}\x1f{name}".encode(errors="surrogatepass")) or 1

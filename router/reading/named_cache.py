@@ -145,9 +145,9 @@ def parse_expiry(fields: Mapping[str, Any], now_s: float, max_ttl_s: float) -> f
     if "ttl" in given:
         matched = _TTL.fullmatch(given["ttl"]) if isinstance(given["ttl"], str) else None
         if matched is None or not 0 < float(matched[1]) <= max_ttl_s:
-            said = quoted(str(given["ttl"]))
+            shown = quoted(str(given["ttl"]))
             raise BadRequest(
-                f"ttl must be seconds above 0 and at most {max_ttl_s:g}, such as '300s'; got {said}", param="ttl"
+                f"ttl must be seconds above 0 and at most {max_ttl_s:g}, such as '300s'; got {shown}", param="ttl"
             )
         return now_s + float(matched[1])
     if "expire_time" not in given:

@@ -1,18 +1,23 @@
-"""Names that stand for models: an alias for one model, or a split of conversations over several models. Pure."""
+"""Which model a request means: the one that it names, or the one that an operator's name stands for.
+
+An operator's name is an alias for one model, or a split of conversations over several models.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 from xxhash import xxh3_64_intdigest
 
-from engine.contract.errors import BadRequest, quoted
+from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import FIELD_SEPARATOR, content_parts
 from engine.contract.requests import Endpoint, prompt_bytes
 from engine.contract.responses import response_messages
-from router.edge.errors import Forbidden
+from router.edge.errors import RETRY_AFTER_S, SCALING_RETRY_AFTER_S, Forbidden, NoEngine
+from router.fleet.fleet import Fleet
 from router.fleet.probe import ServedModel
 from router.tenants.tenant import DEFAULT, Tenant
 
@@ -139,3 +144,97 @@ def _card(name: str, cards: list[dict[str, Any]]) -> dict[str, Any]:
     card = {**cards[0], "id": name}
     lengths = [length for one in cards if isinstance(length := one.get("max_model_len"), int)]
     return {**card, "max_model_len": min(lengths)} if lengths else card
+
+
+class Models:
+    """Finds the model that a request means, among those that engines serve."""
+
+    def __init__(self, fleet: Fleet, names: Names | None = None, *, wakes_models: bool = False) -> None:
+        """`names`: names that stand for models. `wakes_models`: accept known models that no engine serves."""
+        self._fleet = fleet
+        self._names = names or Names()
+        self._wakes_models = wakes_models
+
+    def only_model(self, tenant: Tenant) -> str | None:
+        """Return the only model that the tenant can ask for; None if there are none or several."""
+        allowed = list(filter(tenant.may_use, self._fleet.models()))
+        return allowed[0] if len(allowed) == 1 else None
+
+    def meant(self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]) -> str | None:
+        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or the endpoint
+        and the fields that contain such bytes.
+
+        Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
+        """
+        name = self._names.default if asked is None else asked
+        own, adapter = ("", "") if name is None else self._names.split(name)
+        if name is None or not own or (adapter and self._is_known(name)):
+            return name
+        check_allowed(tenant, name)
+        known = words if isinstance(words, bytes) else first_words(*words)
+        return self._names.model(own, tenant, self._is_served, known, partial(self._on, adapter) if adapter else str)
+
+    def _on(self, adapter: str, model: str) -> str:
+        """Return the engines' name for the adapter on that model: vLLM lists it by its own name, SGLang wants both."""
+        is_listed = any(adapter in pod.facts.adapters for pod in self._fleet.pods(model))
+        return adapter if is_listed else f"{model}:{adapter}"
+
+    def _is_served(self, name: str) -> bool:
+        return bool(self._fleet.pods(name) or self._fleet.pods(name.rpartition(":")[0]))
+
+    def find(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
+        """Return the name of the model and that of the adapter on it, empty without one.
+
+        SGLang accepts `model:adapter` but does not list it; other engines list each adapter as a model. The engine
+        refuses an adapter that does not exist.
+        """
+        if name is not None:
+            check_allowed(tenant, name)
+            base, _, adapter = name.rpartition(":")
+            if adapter and self._is_on(base, name):
+                name = base
+            else:
+                adapter = ""
+            if not (self._wakes_models and self._fleet.is_known(name)):
+                find_model(self._fleet, name, tenant)
+            return name, adapter
+        served = self._fleet.models()
+        if not served:
+            raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+        allowed = [name for name in served if tenant.may_use(name)]
+        if len(allowed) != 1:
+            which = f"one of: {', '.join(sorted(allowed))}" if allowed else "but no model that this key may use is up"
+            raise BadRequest(f"model is required, {which}", param="model")
+        return allowed[0], ""
+
+    def _is_on(self, base: str, name: str) -> bool:
+        """Whether a name means an adapter on `base` and not a model. The models behind the operator's names are known
+        from the start. So while `base` is served, the name of such a model means the model only if it is served too."""
+        served = self._fleet.models()
+        if name in served:
+            return False
+        return self._is_known(base) and (
+            not self._fleet.is_known(name) or (base in served and name in self._names.models)
+        )
+
+    def _is_known(self, name: str) -> bool:
+        return name in self._fleet.models() or self._fleet.is_known(name)
+
+
+def check_allowed(tenant: Tenant, name: str) -> None:
+    """Raise Forbidden if the tenant may not ask for that name. The error does not tell whether the model exists."""
+    if not tenant.may_use(name):
+        raise not_allowed(name)
+
+
+def find_model(fleet: Fleet, name: str, tenant: Tenant = DEFAULT) -> ServedModel:
+    """Return the model of that name. Raises ModelNotFound, or Unavailable if no engine serves it at the moment."""
+    known = fleet.models()
+    if name in known:
+        return known[name]
+    if fleet.is_known(name):
+        raise NoEngine(name, retry_after_s=SCALING_RETRY_AFTER_S)
+    if not known:
+        raise Unavailable("no engine has answered yet", retry_after_s=RETRY_AFTER_S)
+    names = ", ".join(sorted(filter(tenant.may_use, known)))
+    raise ModelNotFound(f"model {quoted(name)} does not exist; known: {names}", param="model", code="model_not_found")

@@ -25,7 +25,13 @@ from router.choosing.registry_view import NoRegistry
 from router.edge.admission import MIB, Admission
 from router.edge.background import running_task
 from router.edge.client_keys import ClientKeys, counting_refusals, require_key
-from router.edge.connection_limits import LEAST_DROPPED_BYTES, Door, DoorLimits, most_connections, refuse_extra
+from router.edge.connection_limits import (
+    LEAST_DROPPED_BYTES,
+    ClientConnections,
+    ConnectionLimits,
+    most_connections,
+    refuse_extra,
+)
 from router.edge.errors import end_connection, end_unread, errors
 from router.edge.headers import UpstreamHeaders
 from router.edge.tls import Certificate, engine_context
@@ -52,9 +58,9 @@ from router.startup.parts import (
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
+    CONNECTIONS,
     DIED,
     DISCOVERY,
-    DOOR,
     ENGINES,
     EVENTS,
     EXPOSITION,
@@ -113,8 +119,8 @@ def build_app(settings: GatewaySettings) -> web.Application:
     app[INDEX] = PrefixIndex()
     app[LACKS] = Lacks()
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    app[DOOR] = Door(
-        DoorLimits(
+    app[CONNECTIONS] = ClientConnections(
+        ConnectionLimits(
             max_connections=most_connections(settings.max_connections, descriptors),
             descriptors=descriptors,
             head_s=settings.head_timeout_s,
@@ -396,7 +402,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
         if (scraper := app[SCRAPER]) is not None:
             await running.enter_async_context(kept(app, "reading the engines' metrics", scraper.run()))
         await running.enter_async_context(kept(app, "the sweep of the index", sweep()))
-        await running.enter_async_context(kept(app, "the watch over connections", app[DOOR].watch()))
+        await running.enter_async_context(kept(app, "the watch over connections", app[CONNECTIONS].watch()))
         await running.enter_async_context(kept(app, "warming up", warm_up()))
         yield
 

@@ -19,18 +19,17 @@ from router.edge.admission import MIB
 from router.edge.body import BodyLimits
 from router.edge.client_keys import counting_refusals
 from router.endpoints.generate import Generate
-from router.endpoints.intake import Reading
+from router.endpoints.intake import Reading, UploadLimits
 from router.endpoints.stored_responses import Stored
-from router.endpoints.uploads import Uploads
-from router.forwarding.accounts import Accounts
-from router.forwarding.attempts import Attempts
-from router.forwarding.candidates import Reach
+from router.forwarding.attempts import Attempts, Sessions
+from router.forwarding.candidates import Candidates
 from router.forwarding.conversations import Conversations
-from router.forwarding.failure_accounting import Blame
-from router.forwarding.limits import Limits
+from router.forwarding.failure_accounting import FailureAccounting
+from router.forwarding.hedge import Hedges
 from router.forwarding.proxy import Proxy
-from router.forwarding.recorder import Recorder
-from router.forwarding.sessions import Sessions
+from router.forwarding.recorder import Recorder, TenantAccounts
+from router.forwarding.resuming import Resuming
+from router.forwarding.sender import Limits, Sender
 from router.forwarding.tracing import TRACER
 from router.forwarding.waiting import RoomLimits, WaitingRoom
 from router.operators.admin import Admin
@@ -51,6 +50,7 @@ from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
+from router.reading.names import Models
 from router.registry.reader import RegistryReader
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.startup.parts import (
@@ -59,8 +59,8 @@ from router.startup.parts import (
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
+    CONNECTIONS,
     DISCOVERY,
-    DOOR,
     ENGINES,
     EVENTS,
     EXPOSITION,
@@ -92,7 +92,7 @@ from router.startup.parts import (
     UPSTREAM,
     USAGE_LOG,
 )
-from router.stored.named_caches import NamedCaches
+from router.stored.named_caches import NamedCacheLimits, NamedCaches
 from router.telemetry.inference import InferenceValues
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import ScrapedValues
@@ -111,15 +111,13 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     estimates = Estimates()
     options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
     reader = Reader(
-        fleet,
+        Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
         estimates,
         stride=settings.stride,
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
         isolation=app[ISOLATION],
         engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
-        wakes_models=settings.activation_timeout_s > 0,
-        names=app[NAMES],
     )
 
     shares = settings.redis_url is not None and settings.share_beliefs
@@ -173,11 +171,12 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     )
     bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
     clock = asyncio.get_running_loop().time
-    reach, conversations = Reach(fleet, app[ROOM], clock), Conversations(fleet, app[PLACES])
-    attempts = Attempts(fleet, chooser, sessions)
-    proxy = Proxy(
-        app[ENGINES], app[UPSTREAM], fleet, chooser, app[ROOM], metrics, limits, attempts, reach, conversations
-    )
+    candidates, conversations = Candidates(fleet, app[ROOM], chooser, clock), Conversations(fleet, app[PLACES])
+    attempts, accounting = Attempts(fleet, chooser, sessions), FailureAccounting(fleet, chooser, metrics)
+    sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, conversations, metrics, limits)
+    resuming = Resuming(fleet, chooser, attempts, sender, candidates, accounting, metrics, limits)
+    hedges = Hedges(limits.hedge_after_s, fleet, chooser, app[ROOM], metrics) if limits.hedge_after_s else None
+    proxy = Proxy(candidates, attempts, sender, resuming, accounting, hedges, limits)
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
         fleet,
@@ -185,28 +184,24 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         app[ADMISSION],
         bodies,
-        max_ttl_s=settings.named_cache_max_ttl_s,
-        max_body_bytes=settings.max_body_bytes,
-        is_enabled=settings.named_caches > 0,
+        NamedCacheLimits(settings.named_cache_max_ttl_s, settings.max_body_bytes, settings.named_caches > 0),
     )
     app[RECORDER] = Recorder(
         chooser,
         metrics,
         RequestLog(),
         app[LACKS],
-        Accounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
+        TenantAccounts(metrics.tenants, app[USAGE_LOG]) if settings.tenants_file or settings.usage_log else None,
         sessions,
         conversations,
         app[TRACER],
     )
-    reading = Reading(reader, app[NAMED_CACHES], conversations)
+    uploads = UploadLimits(settings.max_body_bytes, settings.max_upload_mib * MIB)
+    reading = Reading(reader, app[NAMED_CACHES], conversations, bodies, uploads)
     app[GENERATE] = Generate(
         admission=app[ADMISSION],
         reading=reading,
-        uploads=Uploads(reader, bodies, settings.max_body_bytes, settings.max_upload_mib * MIB),
         proxy=proxy,
-        metrics=metrics,
-        bodies=bodies,
         limiter=app[LIMITER],
         recorder=app[RECORDER],
         tracer=app[TRACER],
@@ -224,13 +219,13 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     app[PICKER] = PickerParts(
         admission=app[ADMISSION],
         reading=reading,
-        reach=reach,
+        candidates=candidates,
         conversations=conversations,
         fleet=fleet,
         room=app[ROOM],
         chooser=chooser,
         attempts=attempts,
-        blame=Blame(fleet, metrics),
+        accounting=accounting,
         recorder=app[RECORDER],
         limiter=app[LIMITER],
         upstream=app[UPSTREAM],
@@ -285,7 +280,7 @@ def _reporting(app: web.Application, registry: RegistryView) -> None:
     def read() -> ScrapedValues:
         found = discovery.status()
         return ScrapedValues(
-            clients=client_values(app[ADMISSION], app[DOOR], app[LACKS]),
+            clients=client_values(app[ADMISSION], app[CONNECTIONS], app[LACKS]),
             fleet=fleet_values(fleet, app[SCRAPER]),
             discovery=discovery_values(found, readiness.sync_age_s()),
             registry=registry_values(registry.status(), is_configured=has_registry),

@@ -12,7 +12,7 @@ from router.choosing.peer_setup import NoPeerSync, PeerSync
 from router.choosing.registry_view import NoRegistry
 from router.edge.admission import Admission
 from router.edge.client_keys import ClientKeys
-from router.edge.connection_limits import Door
+from router.edge.connection_limits import ClientConnections
 from router.edge.headers import UpstreamHeaders
 from router.endpoints.generate import Generate
 from router.endpoints.stored_responses import Stored
@@ -74,7 +74,7 @@ RECORDER = web.AppKey("recorder", Recorder)
 PICKER = web.AppKey("picker", PickerParts)
 ADMIN = web.AppKey("admin", Admin)
 UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
-DOOR = web.AppKey("door", Door)
+CONNECTIONS = web.AppKey("connections", ClientConnections)
 ROOM = web.AppKey("room", WaitingRoom)
 DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
 LACKS = web.AppKey("lacks", Lacks)

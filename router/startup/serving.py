@@ -18,7 +18,7 @@ from engine.common.collector import quiet_collector
 from engine.common.without_effect import without_effect
 from router.edge.background import running_task
 from router.edge.body import no_go_ahead
-from router.edge.connection_limits import Door, DoorRunner, want_descriptors
+from router.edge.connection_limits import ClientConnections, LimitedRunner, want_descriptors
 from router.edge.errors import end_unread, errors, http_log
 from router.edge.tls import Certificate, client_context
 from router.operators.audit import audited
@@ -33,8 +33,8 @@ from router.startup.parts import (
     ADMIN,
     ADMISSION,
     CHOOSER,
+    CONNECTIONS,
     DIED,
-    DOOR,
     EXPOSITION,
     FLEET,
     INDEX,
@@ -64,22 +64,22 @@ class CannotListen(Exception):
     """The port is not available; the text says which and why."""
 
 
-def build_metrics_app(app: web.Application, door: Door) -> web.Application:
-    """Return an application with only `/metrics` of the started `app`, for a port without an Ingress, behind `door`."""
+def build_metrics_app(app: web.Application, connections: ClientConnections) -> web.Application:
+    """Return an application with only `/metrics` of the started `app`, for a port without an Ingress."""
     metrics_app = web.Application(middlewares=[errors])
     metrics_app.on_response_prepare.append(end_unread)
-    metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", door))
+    metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", connections))
     metrics_app.router.add_get("/metrics", app[EXPOSITION].page)
     return metrics_app
 
 
-def build_admin_app(app: web.Application, door: Door) -> web.Application:
-    """Return the operators' application of the started `app`, for a port that no client reaches, behind `door`."""
+def build_admin_app(app: web.Application, connections: ClientConnections) -> web.Application:
+    """Return the operators' application of the started `app`, for a port that no client reaches."""
     readiness, admin, live = app[READINESS], app[ADMIN], make_live(app)
     pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
-    admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", door))
+    admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", connections))
     admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
         ("/health", readiness.health),
@@ -96,8 +96,10 @@ def build_admin_app(app: web.Application, door: Door) -> web.Application:
     return admin_app
 
 
-async def _watched(app: web.Application, name: str, door: Door, _: web.Application) -> AsyncIterator[None]:
-    async with kept(app, name, door.watch()):
+async def _watched(
+    app: web.Application, name: str, connections: ClientConnections, _: web.Application
+) -> AsyncIterator[None]:
+    async with kept(app, name, connections.watch()):
         yield
 
 
@@ -137,9 +139,9 @@ async def run_picker(app: web.Application) -> AsyncIterator[int]:
         yield port
 
 
-def operators_door(app: web.Application) -> Door:
-    """Return a door separate from that of `app`'s clients, who may have taken all of its places."""
-    return Door(replace(app[DOOR].limits, max_connections=OPERATORS), app[LACKS])
+def operators_connections(app: web.Application) -> ClientConnections:
+    """Return limits apart from those of `app`'s clients, who may have opened as many connections as they may."""
+    return ClientConnections(replace(app[CONNECTIONS].limits, max_connections=OPERATORS), app[LACKS])
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -166,13 +168,13 @@ async def serve(settings: GatewaySettings) -> None:
             await running.enter_async_context(kept(app, "reading the certificate", certificate.follow()))
         lines = [f"listening on {url}"]
         if settings.metrics_port is not None:
-            door = operators_door(app)
-            runner = make_runner(build_metrics_app(app, door), door)
+            connections = operators_connections(app)
+            runner = make_runner(build_metrics_app(app, connections), connections)
             _, url = await _listen(running, runner, settings.host, settings.metrics_port)
             lines.append(f"metrics on {url}/metrics")
         if settings.admin_port is not None:
-            door = operators_door(app)
-            runner = make_runner(build_admin_app(app, door), door)
+            connections = operators_connections(app)
+            runner = make_runner(build_admin_app(app, connections), connections)
             _, url = await _listen(running, runner, settings.admin_host, settings.admin_port)
             lines.append(f"administration on {url}")
         if settings.ext_proc_port is not None:
@@ -191,7 +193,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _listen(
-    running: contextlib.AsyncExitStack, runner: DoorRunner, host: str, port: int
+    running: contextlib.AsyncExitStack, runner: LimitedRunner, host: str, port: int
 ) -> tuple[web.TCPSite, str]:
     """Start the runner's application and its site, until `running` ends. Return the site and its URL. Raises
     CannotListen."""
@@ -207,9 +209,13 @@ async def _listen(
     return site, f"{scheme}://{f'[{bound}]' if ':' in bound else bound}:{number}"
 
 
-def make_runner(app: web.Application, door: Door | None = None, tls: ssl.SSLContext | None = None) -> DoorRunner:
+def make_runner(
+    app: web.Application, connections: ClientConnections | None = None, tls: ssl.SSLContext | None = None
+) -> LimitedRunner:
     """Return a runner that cancels a handler when its client leaves, so that the engine learns of it at once."""
-    return DoorRunner(app, door or app[DOOR], shutdown_timeout=FORCED_STOP_S, logger=http_log(), tls=tls)
+    return LimitedRunner(
+        app, connections or app[CONNECTIONS], shutdown_timeout=FORCED_STOP_S, logger=http_log(), tls=tls
+    )
 
 
 async def _drain(app: web.Application, site: web.TCPSite, force: asyncio.Event, delay_s: float) -> None:

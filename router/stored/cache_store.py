@@ -184,8 +184,8 @@ class RedisCaches:
 
         Entries that this release cannot read stay: another release may have written them, and the hash itself expires.
         """
-        said: Any = await self._redis.hgetall(named_caches_key(owner))
-        metas, now_s = [meta for value in said.values() if (meta := _read(value)) is not None], self._clock()
+        found: Any = await self._redis.hgetall(named_caches_key(owner))
+        metas, now_s = [meta for value in found.values() if (meta := _read(value)) is not None], self._clock()
         if expired := [meta.id for meta in metas if meta.until_s <= now_s]:
             await self._redis.hdel(named_caches_key(owner), *expired)
         return [meta for meta in metas if meta.until_s > now_s]

@@ -7,6 +7,7 @@ import base64
 import binascii
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -22,7 +23,6 @@ from router.edge.client_keys import tenant_of
 from router.edge.errors import TooLarge, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
-from router.reading.inbound import check_allowed, find_model
 from router.reading.model_ratios import Estimates
 from router.reading.named_cache import (
     FIELD,
@@ -36,7 +36,7 @@ from router.reading.named_cache import (
     parse_new,
     parse_renewal,
 )
-from router.reading.names import Names
+from router.reading.names import Names, check_allowed, find_model
 from router.stored.cache_store import CacheStore
 from router.tenants.tenant import Tenant
 
@@ -45,6 +45,15 @@ MAX_PAGE = 1000
 _MARK = b'"cache_control"'
 KEEPS = "cache_control"
 """An engine that keeps marked contents lists this in its model card's `accepts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCacheLimits:
+    """The longest life of a cache in seconds, and the most bytes of a body with the contents of a cache."""
+
+    max_ttl_s: float
+    max_body_bytes: int
+    is_enabled: bool
 
 
 class NoSuchCache(ModelNotFound):
@@ -69,10 +78,7 @@ class NamedCaches:
         estimates: Estimates,
         admission: Admission,
         bodies: BodyLimits,
-        *,
-        max_ttl_s: float,
-        max_body_bytes: int,
-        is_enabled: bool,
+        limits: NamedCacheLimits,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: seconds since 1970."""
@@ -82,9 +88,7 @@ class NamedCaches:
         self._estimates = estimates
         self._admission = admission
         self._bodies = bodies
-        self._max_ttl_s = max_ttl_s
-        self._max_body_bytes = max_body_bytes
-        self._is_enabled = is_enabled
+        self._limits = limits
         self._clock = clock
 
     async def expand(
@@ -102,10 +106,10 @@ class NamedCaches:
         left_s = meta.until_s - self._clock()
         keeps = body.count(_MARK) + contents.count(_MARK) < MAX_MARKS and self._keeps(meta.model)
         made = expanded(endpoint, fields, meta, orjson.loads(contents), mark_s=left_s if keeps else None)
-        if len(made) > self._max_body_bytes:
+        if len(made) > self._limits.max_body_bytes:
             raise TooLarge(
                 f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
-                f"{self._max_body_bytes} are allowed",
+                f"{self._limits.max_body_bytes} are allowed",
                 param=FIELD,
             )
         return made
@@ -134,7 +138,7 @@ class NamedCaches:
         with self._admission.request() as admitted:
             fields = await self._fields(request, admitted)
             now_s = self._clock()
-            wanted = parse_new(fields, now_s, self._max_ttl_s)
+            wanted = parse_new(fields, now_s, self._limits.max_ttl_s)
             check_allowed(tenant, wanted.model)
             if wanted.model not in self._names and not self._fleet.is_known(wanted.model):
                 find_model(self._fleet, wanted.model, tenant)
@@ -165,7 +169,7 @@ class NamedCaches:
 
     async def _renew(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
         with self._admission.request() as admitted:
-            until_s = parse_renewal(await self._fields(request, admitted), self._clock(), self._max_ttl_s)
+            until_s = parse_renewal(await self._fields(request, admitted), self._clock(), self._limits.max_ttl_s)
         cache_id = request.match_info["id"]
         meta = await self._store.renew(tenant.name, cache_id, until_s) if is_id(cache_id) else None
         if meta is None:
@@ -191,7 +195,7 @@ class NamedCaches:
             return error_response(error, request_id(request.headers), path=request.path)
 
     def _check_enabled(self) -> None:
-        if not self._is_enabled:
+        if not self._limits.is_enabled:
             raise BadRequest("named caches are switched off here: --named-caches is 0", code="unsupported_parameter")
 
     def _tokens(self, model: str, fields: dict[str, Any]) -> int:

@@ -12,9 +12,8 @@ from engine.common.sse import SseDecoder, named_event
 from engine.contract.requests import Endpoint
 from router.continuing.as_chat import chat_of
 from router.continuing.continuations import Way
-from router.continuing.record import Record
 from router.continuing.resume import ask, rewriter_of, way_of
-from router.continuing.transcript import Said
+from router.continuing.transcript import Record, Said
 from tests.vllm.servers import MODEL, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -80,7 +80,7 @@ def start_cuda(settings: StartSettings) -> tuple[CudaBackend, int]:
     starter = Starter(settings, config, device, memory)
     model = starter.load()
     torch.cuda.synchronize(torch_device)
-    return starter.finish(model, torch.cuda.get_device_capability(torch_device))
+    return replace(starter, config=model.config).finish(model, torch.cuda.get_device_capability(torch_device))
 
 
 def _require_compiler() -> None:

@@ -17,6 +17,7 @@ from engine.cache.sequence import CachedSequence
 from engine.contract.load import MAX_STEP_S, StepCost
 from engine.tiers.copies.base import BlockRun, CopyError, Direction, Moved
 from engine.tiers.stores.block_file import NO_DIGEST, BlockFile, Label, Shape, check_unused, open_file
+from engine.tiers.stores.place import Declined
 
 log = logging.getLogger(__name__)
 
@@ -159,15 +160,15 @@ class DiskCopies:
             self._empty()
             label = self._labels[block]
             if label is None:
-                raise OSError("the cache was reset meanwhile")
+                raise Declined("the cache was reset meanwhile")
             if not label.fits:
-                raise OSError("the block's label does not fit its slot")
+                raise Declined("the block's label does not fit its slot")
             self._file.write(self._slots[block], label, kv)
 
     def _read(self, block: int, kv: memoryview) -> None:
         label = self._labels[block]
         if label is None:
-            raise OSError("nothing is known about the block")
+            raise Declined("nothing is known about the block")
         self._file.read(self._slots[block], label.digest, kv)
 
 

@@ -19,6 +19,7 @@ from engine.tiers.copies.base import BlockRun, CopyError, Direction, Moved
 from engine.tiers.stores.block_file import Label
 from engine.tiers.stores.janitor import Janitor
 from engine.tiers.stores.lookups import ThreadedLookups
+from engine.tiers.stores.place import Declined
 from engine.tiers.stores.shared_folder import Event, SharedFolder
 from engine.tiers.stores.stats import SharedSize
 
@@ -133,11 +134,11 @@ class SharedCopies:
     def _store(self, block: int, target: int) -> int:
         described = self._of(target)
         if described.resets != self.resets:
-            raise OSError("the cache was reset meanwhile")
+            raise Declined("the cache was reset meanwhile")
         if self.room_bytes < self._folder.file_bytes:
             self._folder.events[Event.FULL] += 1
             self.on_written()
-            raise OSError("the shared folder is full until room is made")
+            raise Declined("the shared folder is full until room is made")
         kv = self._upper.read(block, self._scratch[Direction.DEMOTE])
         if not self._folder.store(described.label, kv):
             return 0
@@ -155,7 +156,7 @@ class SharedCopies:
     def _of(self, block: int) -> _Described:
         described = self._described.get(block)
         if described is None:
-            raise OSError("nothing is known about the block")
+            raise Declined("nothing is known about the block")
         return described
 
 

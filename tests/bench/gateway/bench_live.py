@@ -23,7 +23,7 @@ from router.fleet.discovery import EngineAddress
 from router.fleet.member import Member
 from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
 from router.operators.live_feed import Live
 from router.operators.snapshot import Snapshots
 from router.reading.inbound import Inbound
@@ -116,7 +116,7 @@ async def spent_ms(pods: int) -> float:
                 spent_s += time.thread_time() - at_s
                 choice = chooser.choose(inbound)
                 choice.decision.scores = scores
-                exchange = Exchange("request", began_s, began_s + 60)
+                exchange = Exchange(Arrival("request", began_s, began_s + 60))
                 exchange.inbound, exchange.status, exchange.first_byte_s = inbound, 200, began_s + 0.1
                 exchange.attempts = [cast(Any, SimpleNamespace(choice=choice, sent_s=began_s))]
                 metrics.answers.answered("predicted_ttft", choice.pod.pod_id, 200)

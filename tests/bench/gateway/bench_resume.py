@@ -19,9 +19,9 @@ import orjson
 import uvloop
 
 from engine.contract.requests import Endpoint
-from router.continuing.continuations import Way
-from router.continuing.record import Record
+from router.continuing.continuations import Continuation
 from router.continuing.resume import ask
+from router.continuing.transcript import SentEvents
 from router.engines.usage import Tail
 from router.forwarding.relay import Relay
 
@@ -52,11 +52,11 @@ class Sink:
     async def write_eof(self) -> None: ...
 
 
-async def copied_us(chunks: list[bytes], record: Record | None) -> float:
+async def copied_us(chunks: list[bytes], record: SentEvents | None) -> float:
     """Return CPU microseconds per chunk."""
     sink: Any = Sink()
     deadline_s = asyncio.get_running_loop().time() + 60
-    relay = Relay(Source(chunks[1:]), sink, Tail(), is_events=True, idle_s=60.0, deadline_s=deadline_s, record=record)
+    relay = Relay(Source(chunks[1:]), sink, Tail(), is_events=True, idle_s=60.0, deadline_s=deadline_s, sent=record)
     started_s = time.process_time()
     await relay.copy(chunks[0])
     return (time.process_time() - started_s) / len(chunks) * 1e6
@@ -68,7 +68,7 @@ async def measure(count: int, repeats: int) -> None:
     gc.disable()
     for _ in range(repeats):
         without.append(await copied_us(chunks, None))
-        kept.append(await copied_us(chunks, Record(Endpoint.CHAT, lambda size: True)))
+        kept.append(await copied_us(chunks, SentEvents(Endpoint.CHAT, lambda size: True)))
     more = [b - a for a, b in zip(without, kept, strict=True)]
     low, middle, high = statistics.quantiles(more, n=4)
     print(f"{count} chunks of {len(chunks[-1])} bytes, {repeats} pairs, medians; us of CPU a chunk")
@@ -77,12 +77,12 @@ async def measure(count: int, repeats: int) -> None:
     print(f"  more              {middle:6.2f}  (quartiles {low:.2f} to {high:.2f})")
 
     fields = {"model": "a-model", "messages": [{"role": "user", "content": "x" * 8192}], "stream": True}
-    record = Record(Endpoint.CHAT, lambda size: True)
+    record = SentEvents(Endpoint.CHAT, lambda size: True)
     for chunk in chunks:
         record.add(chunk)
     body = orjson.dumps(fields)
     started_s = time.process_time()
-    ask(Endpoint.CHAT, orjson.loads(body), record.read(), Way.MESSAGE)
+    ask(Endpoint.CHAT, orjson.loads(body), record.read(), Continuation.MESSAGE)
     print(f"once a pod breaks, for a request of 8 KB: {(time.process_time() - started_s) * 1e6:.0f} us")
 
 

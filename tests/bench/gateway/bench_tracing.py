@@ -30,9 +30,8 @@ from engine.common.otel.sdk import SpanExport, resource_of
 from engine.common.otel.tracer import Span, Tracer
 from engine.contract.requests import Endpoint
 from router.edge.headers import UpstreamHeaders
-from router.engines.outcome import Outcome
-from router.forwarding.attempt import Attempt
-from router.forwarding.exchange import Exchange
+from router.engines.attempt_result import DONE
+from router.forwarding.exchange import Arrival, Attempt, Exchange
 from router.forwarding.tracing import spans_of
 from tests.bench.gateway.bench_gateway import MODULE, measure, started, wait_ready
 from tests.engine.common.otel.collector import running_collector
@@ -60,7 +59,7 @@ def least_us(call: Callable[[], object]) -> float:
 
 def an_exchange() -> Exchange:
     """Return an exchange that has ended after one attempt."""
-    exchange = Exchange("0123456789abcdef", 100.0, 200.0)
+    exchange = Exchange(Arrival("0123456789abcdef", 100.0, 200.0))
     choice = SimpleNamespace(
         pod=SimpleNamespace(pod_id="pod-1"),
         policy="predicted_ttft",
@@ -68,7 +67,7 @@ def an_exchange() -> Exchange:
         decision=SimpleNamespace(predicted_ttft_s=0.05, rival=None),
     )
     attempt = Attempt(cast(Any, choice), cast(Any, None), 100.001)
-    attempt.first_byte_s, attempt.ended_s, attempt.outcome = 100.05, 101.0, Outcome.ANSWERED
+    attempt.first_byte_s, attempt.ended_s, attempt.result = 100.05, 101.0, DONE
     attempt.span_id = 7
     exchange.attempts.append(attempt)
     exchange.status, exchange.first_byte_s = 200, 100.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,23 @@ def test_logprobs_are_of_the_models_own_distribution(row: list[float], count: in
     assert [v for _, v in chosen.top] == pytest.approx(sorted(expected, reverse=True)[:count], abs=1e-5)
     assert all(value == pytest.approx(expected[token], abs=1e-5) for token, value in chosen.top)
     assert (silent.logprob, silent.top) == (None, ())
+
+
+@given(
+    logits=rows,
+    params=penalties,
+    stops=st.frozensets(st.integers(0, VOCAB + 2), max_size=VOCAB - 1),
+    written=ids,
+    least=st.integers(0, 8),
+)
+def test_no_stop_token_is_chosen_before_min_tokens(
+    logits: list[float], params: SamplingParams, stops: frozenset[int], written: list[int], least: int
+) -> None:
+    request = Request(1, [0], 99, replace(params, min_tokens=least), stops, output_tokens=list(written))
+    free = Request(2, [0], 99, params, stops, output_tokens=list(written))
+    row = torch.tensor(logits)
+    held, unheld = sample(torch.stack([row, row]), [request, free])
+    if len(written) < least and len(stops & set(range(VOCAB))) < VOCAB:
+        assert held.token not in stops
+    else:
+        assert held == unheld

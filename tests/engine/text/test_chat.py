@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.contract.errors import BadRequest
 from engine.text.chat import ChatTemplate
-from engine.text.tokenizer import TokenizerError
+from engine.text.token_files import TokenizerError
 from tests.engine.text.conftest import train_byte_level
 from tests.engine.text.templates import ALL, CHATML, QWEN, SPECIAL_TOKENS
 

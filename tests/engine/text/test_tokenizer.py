@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from engine.text.tokenizer import Tokenizer, TokenizerError, read_json
+from engine.text.token_files import TokenizerError, read_json
+from engine.text.tokenizer import Tokenizer
 from tests.engine.text.conftest import train_byte_level
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text(

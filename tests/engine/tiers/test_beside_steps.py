@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from engine.backend import host_tier
 from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan, StepResult
-from engine.tiers import build
 from engine.tiers.copies.base import BlockRun, Direction, Moved, RunningJob
 from engine.tiers.copies.copier import CopyLimits
 from engine.tiers.stores.place import Place
@@ -99,7 +99,7 @@ async def small_pieces(
 
     monkeypatch.setattr(ThreadedCopies, "tell", told)
     block_bytes = 2 * 2 * BLOCK * 16 * 4  # layers, keys and values, tokens, numbers of one head in float32
-    monkeypatch.setattr(build, "LIMITS", CopyLimits(PIECE_BLOCKS * block_bytes, PIECE_BLOCKS * block_bytes, 2**28))
+    monkeypatch.setattr(host_tier, "LIMITS", CopyLimits(PIECE_BLOCKS * block_bytes, PIECE_BLOCKS * block_bytes, 2**28))
     async with engine(checkpoint, host_cache_bytes=2**24, **fields) as pod:
         tiers: Any = pod.scheduler._tiers
         assert tiers.sizes()[0].block_bytes == block_bytes

@@ -19,13 +19,12 @@ from blockbuster import BlockBuster
 
 from engine.common.sse import SseDecoder
 from engine.contract.requests import Endpoint
-from router.continuing.continuations import Way
-from router.continuing.record import Record
-from router.continuing.resume import ask, ending, obstacle, path_of, rewriter_of, way_of
-from router.continuing.transcript_responses import ResponseSaid
-from router.engines.outcome import Outcome
+from router.continuing.continuations import Continuation
+from router.continuing.resume import ask, continuation_of, ending, obstacle, path_of, rewriter_of
+from router.continuing.transcript import ResponseTranscript, SentEvents
+from router.engines.attempt_result import Failed, Failure
 from router.engines.usage import Tail
-from router.forwarding.relay import Relay, UpstreamBroke
+from router.forwarding.relay import Relay, StreamBroke
 from tests.router.rig.helpers import running
 from tests.router.rig.tellers import PROMPT_TOKENS, STORY, Teller, asked, card_of, told
 
@@ -73,7 +72,7 @@ class Sink:
         self.body += chunk
 
 
-async def relayed(body: bytes, sink: Sink, record: Record, *, breaks: bool) -> Relay:
+async def relayed(body: bytes, sink: Sink, record: SentEvents, *, breaks: bool) -> Relay:
     relay = Relay(
         CutSource(body[1:], breaks=breaks),
         sink,  # type: ignore[arg-type]
@@ -81,11 +80,11 @@ async def relayed(body: bytes, sink: Sink, record: Record, *, breaks: bool) -> R
         is_events=True,
         idle_s=60.0,
         deadline_s=1e9,
-        record=record,
+        sent=record,
     )
     try:
         await relay.copy(body[:1])
-    except UpstreamBroke:
+    except StreamBroke:
         assert breaks
     return relay
 
@@ -94,26 +93,26 @@ async def read_with_cuts(endpoint: Endpoint, kind: str, cuts: list[int], **field
     """Return what the client gets if the n-th answer breaks off after the n-th number of bytes in `cuts`. Also return
     why there is no rest, or `ended` if the gateway wrote the end."""
     request, card = asked(endpoint, stream=True, **fields), card_of(kind)
-    sink, record = Sink(), Record(endpoint, lambda size: True)
+    sink, record = Sink(), SentEvents(endpoint, lambda size: True)
     body, names = b"".join(told(endpoint, kind, request, "a")), iter("bcdefgh")
     for cut in cuts:
         if cut >= len(body):
             break
         relay = await relayed(body[:cut], sink, record, breaks=True) if cut else None
-        said = record.read()
-        missing = ending(endpoint, request, said, PROMPT_TOKENS)
+        transcript = record.read()
+        missing = ending(endpoint, request, transcript, PROMPT_TOKENS)
         if missing is not None:
             return sink.body + missing, "ended"
-        why = "finish" if said.finish else obstacle(endpoint, request, said)
-        way = way_of(card, endpoint, request, said)
-        if why or way is None:
+        why = "finish" if transcript.finish else obstacle(endpoint, request, transcript)
+        continuation = continuation_of(card, endpoint, request, transcript)
+        if why or continuation is None:
             assert relay is not None
-            number = said.number + 1 if isinstance(said, ResponseSaid) else 0
-            await relay.end_with(UpstreamBroke("it broke", Outcome.BROKEN).last_event(endpoint, number))
+            number = transcript.number + 1 if isinstance(transcript, ResponseTranscript) else 0
+            await relay.end_with(StreamBroke("it broke", Failed(Failure.DISCONNECT)).last_event(endpoint, number))
             return sink.body, why or "engine"
-        where = path_of(endpoint, way)
-        rest = b"".join(told(where, kind, orjson.loads(ask(endpoint, request, said, way)), next(names)))
-        body = rewriter_of(endpoint, said, way, PROMPT_TOKENS).feed(rest)
+        where = path_of(endpoint, continuation)
+        rest = b"".join(told(where, kind, orjson.loads(ask(endpoint, request, transcript, continuation)), next(names)))
+        body = rewriter_of(endpoint, transcript, continuation, PROMPT_TOKENS).feed(rest)
     await relayed(body, sink, record, breaks=False)
     return sink.body, ""
 
@@ -326,22 +325,25 @@ async def test_what_cannot_be_had_from_elsewhere_ends_in_an_error_of_the_api(
     ],
 )
 def test_a_vllm_is_asked_for_the_rest_of_a_message_only_if_its_chat_is_known(fields: dict[str, Any]) -> None:
-    record = Record(Endpoint.MESSAGES, lambda size: True)
+    record = SentEvents(Endpoint.MESSAGES, lambda size: True)
     record.add(b"".join(told(Endpoint.MESSAGES, "vllm", asked(Endpoint.MESSAGES), "a")[:3]))
-    said = record.read()
-    assert way_of(card_of("vllm"), Endpoint.MESSAGES, asked(Endpoint.MESSAGES), said) is Way.MESSAGE
-    assert way_of(card_of("vllm"), Endpoint.MESSAGES, asked(Endpoint.MESSAGES, **fields), said) is None
+    transcript = record.read()
+    assert (
+        continuation_of(card_of("vllm"), Endpoint.MESSAGES, asked(Endpoint.MESSAGES), transcript)
+        is Continuation.MESSAGE
+    )
+    assert continuation_of(card_of("vllm"), Endpoint.MESSAGES, asked(Endpoint.MESSAGES, **fields), transcript) is None
 
 
 def rest_with(endpoint: Endpoint, events: list[bytes]) -> bytes:
     """Return what the client reads of these events after the first two pieces came from our engine."""
     begun = b"".join(told(endpoint, "warmroute", asked(endpoint), "a")[:3])
-    record = Record(endpoint, lambda size: True)
+    record = SentEvents(endpoint, lambda size: True)
     record.add(begun)
-    said = record.read()
-    way = way_of(card_of("warmroute"), endpoint, asked(endpoint), said)
-    assert way is not None
-    return begun + rewriter_of(endpoint, said, way, PROMPT_TOKENS).feed(b"".join(events))
+    transcript = record.read()
+    continuation = continuation_of(card_of("warmroute"), endpoint, asked(endpoint), transcript)
+    assert continuation is not None
+    return begun + rewriter_of(endpoint, transcript, continuation, PROMPT_TOKENS).feed(b"".join(events))
 
 
 def test_a_call_that_follows_comes_behind_the_text_that_was_begun(no_blocking_calls: BlockBuster) -> None:

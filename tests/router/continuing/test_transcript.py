@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from engine.common.sse import DONE, SseDecoder, sse_event
 from engine.contract.requests import Endpoint
 from router.continuing.chats import ChatRewriter
-from router.continuing.continuations import Way
-from router.continuing.record import FOLD_BYTES, MAX_TEXT_BYTES, RESERVE_BYTES, Record, said_at
-from router.continuing.resume import ask, ending, obstacle, way_of
-from router.continuing.transcript import Said
+from router.continuing.continuations import Continuation
+from router.continuing.resume import ask, continuation_of, ending, obstacle
+from router.continuing.transcript import (
+    FOLD_BYTES,
+    MAX_TEXT_BYTES,
+    RESERVE_BYTES,
+    SentEvents,
+    Transcript,
+    empty_transcript,
+)
 
 
 def chat_event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
@@ -29,8 +35,8 @@ def text_event(text: str, finish: str | None = None, **more: Any) -> bytes:
     return sse_event(orjson.dumps({"id": "i", "created": 5, "model": "m", "choices": [choice], **more}))
 
 
-def said_of(endpoint: Endpoint, *events: bytes) -> Said:
-    record = Record(endpoint, lambda size: True)
+def transcript_of(endpoint: Endpoint, *events: bytes) -> Transcript:
+    record = SentEvents(endpoint, lambda size: True)
     for event in events:
         record.add(event)
     return record.read()
@@ -46,14 +52,14 @@ def test_all_that_was_said_is_read(pieces: list[str], is_chat: bool) -> None:
         return True
 
     endpoint = Endpoint.CHAT if is_chat else Endpoint.COMPLETIONS
-    record = Record(endpoint, keep)
+    record = SentEvents(endpoint, keep)
     for piece in pieces:
         record.add(chat_event({"content": piece}) if is_chat else text_event(piece))
-        held = record._size + (record._said.text_bytes if record._said else 0)
+        held = record._size + (record._transcript.text_bytes if record._transcript else 0)
         assert held <= room <= held + FOLD_BYTES + RESERVE_BYTES + 20_000
         assert record._size <= FOLD_BYTES + 20_000
-    said = record.read()
-    assert (said.text, said.made, said.obstacle) == ("".join(pieces), len(pieces), "")
+    transcript = record.read()
+    assert (transcript.text, transcript.made, transcript.obstacle) == ("".join(pieces), len(pieces), "")
 
 
 def test_no_more_is_kept_than_there_is_room_for() -> None:
@@ -64,18 +70,18 @@ def test_no_more_is_kept_than_there_is_room_for() -> None:
         left -= size
         return left >= 0
 
-    record = Record(Endpoint.COMPLETIONS, keep)
+    record = SentEvents(Endpoint.COMPLETIONS, keep)
     for _ in range(200):
         record.add(text_event("x" * 100))
     assert not record.is_kept
     assert not record._chunks
 
-    record = Record(Endpoint.COMPLETIONS, lambda size: True)
+    record = SentEvents(Endpoint.COMPLETIONS, lambda size: True)
     for _ in range(2 + MAX_TEXT_BYTES // 10_000):
         record.add(text_event("x" * 10_000))
     assert not record.is_kept
 
-    record = Record(Endpoint.COMPLETIONS, lambda size: True)
+    record = SentEvents(Endpoint.COMPLETIONS, lambda size: True)
     for _ in range(2 + MAX_TEXT_BYTES // 10_000):
         record.add(b"data: " + b"y" * 10_000)  # an event without an end
     assert not record.is_kept
@@ -92,7 +98,7 @@ def test_it_takes_no_more_memory_than_it_reserves(word: str) -> None:
 
     tracemalloc.start()
     try:
-        record = Record(Endpoint.COMPLETIONS, keep)
+        record = SentEvents(Endpoint.COMPLETIONS, keep)
         for i in range(15_000):
             record.add(text_event(word.format(i)))
         taken, _ = tracemalloc.get_traced_memory()
@@ -118,15 +124,18 @@ def test_it_takes_no_more_memory_than_it_reserves(word: str) -> None:
     ],
 )
 def test_what_another_engine_could_not_go_on_from(events: list[bytes], what: str) -> None:
-    said = said_of(Endpoint.CHAT, *events)
-    assert obstacle(Endpoint.CHAT, {"messages": []}, said) == what
+    transcript = transcript_of(Endpoint.CHAT, *events)
+    assert obstacle(Endpoint.CHAT, {"messages": []}, transcript) == what
 
 
 @given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b""))))
 def test_no_event_of_an_engine_raises(datas: list[bytes]) -> None:
-    said, rewriter = Said(Endpoint.CHAT), ChatRewriter(said_of(Endpoint.CHAT), Way.PROMPT, None)
+    transcript, rewriter = (
+        Transcript(Endpoint.CHAT),
+        ChatRewriter(transcript_of(Endpoint.CHAT), Continuation.PROMPT, None),
+    )
     for data in datas:
-        said.read(data)
+        transcript.read(data)
         rewriter.feed(sse_event(data))
 
 
@@ -159,12 +168,14 @@ json = st.recursive(
 )
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(["choices", "usage", "id"]), json)), st.sampled_from(list(Way)))
-def test_no_json_of_an_engine_raises(events: list[Any], way: Way) -> None:
-    first = said_of(Endpoint.CHAT, chat_event({"role": "assistant", "content": "a"}))
-    said, rewriter = Said(Endpoint.COMPLETIONS), ChatRewriter(first, way, 3)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["choices", "usage", "id"]), json)), st.sampled_from(list(Continuation))
+)
+def test_no_json_of_an_engine_raises(events: list[Any], continuation: Continuation) -> None:
+    first = transcript_of(Endpoint.CHAT, chat_event({"role": "assistant", "content": "a"}))
+    transcript, rewriter = Transcript(Endpoint.COMPLETIONS), ChatRewriter(first, continuation, 3)
     for event in events:
-        said.read(orjson.dumps(event))
+        transcript.read(orjson.dumps(event))
         rewriter.feed(sse_event(orjson.dumps(event)))
 
 
@@ -175,29 +186,29 @@ VLLM, SGLANG, OTHER = ({"owned_by": kind} for kind in ("vllm", "sglang", "someon
 
 
 @pytest.mark.parametrize(
-    ("card", "endpoint", "fields", "text", "way"),
+    ("card", "endpoint", "fields", "text", "continuation"),
     [
-        (OURS, Endpoint.CHAT, {}, " a ", Way.SO_FAR),
-        (OURS, Endpoint.COMPLETIONS, {"prompt": [1, 2]}, "a", Way.SO_FAR),
-        (OURS, Endpoint.CHAT, {"presence_penalty": 1.0}, "a", Way.SO_FAR),
-        (VLLM, Endpoint.CHAT, {}, "a", Way.MESSAGE),
+        (OURS, Endpoint.CHAT, {}, " a ", Continuation.SO_FAR),
+        (OURS, Endpoint.COMPLETIONS, {"prompt": [1, 2]}, "a", Continuation.SO_FAR),
+        (OURS, Endpoint.CHAT, {"presence_penalty": 1.0}, "a", Continuation.SO_FAR),
+        (VLLM, Endpoint.CHAT, {}, "a", Continuation.MESSAGE),
         (VLLM, Endpoint.CHAT, {}, "a\n", None),
         (VLLM, Endpoint.CHAT, {}, "a</think>b", None),
         (VLLM, Endpoint.CHAT, {"presence_penalty": 1.0}, "a", None),
-        (SGLANG, Endpoint.CHAT, {}, " a\n", Way.MESSAGE),
+        (SGLANG, Endpoint.CHAT, {}, " a\n", Continuation.MESSAGE),
         (OTHER, Endpoint.CHAT, {}, "a", None),
-        (OTHER, Endpoint.CHAT, {}, "", Way.ANEW),
-        (OTHER, Endpoint.COMPLETIONS, {"prompt": "p"}, " a ", Way.PROMPT),
+        (OTHER, Endpoint.CHAT, {}, "", Continuation.ANEW),
+        (OTHER, Endpoint.COMPLETIONS, {"prompt": "p"}, " a ", Continuation.PROMPT),
         (OTHER, Endpoint.COMPLETIONS, {"prompt": [1, 2]}, "a", None),
         ({"accepts": 7}, Endpoint.CHAT, {}, "a", None),
     ],
 )
 def test_how_an_engine_is_told(
-    card: dict[str, Any], endpoint: Endpoint, fields: dict[str, Any], text: str, way: Way | None
+    card: dict[str, Any], endpoint: Endpoint, fields: dict[str, Any], text: str, continuation: Continuation | None
 ) -> None:
     event = chat_event({"content": text}) if endpoint is Endpoint.CHAT else text_event(text)
-    said = said_of(endpoint, *([event] if text else []))
-    assert way_of(card, endpoint, fields, said) is way
+    transcript = transcript_of(endpoint, *([event] if text else []))
+    assert continuation_of(card, endpoint, fields, transcript) is continuation
 
 
 @pytest.mark.parametrize(
@@ -209,8 +220,8 @@ def test_how_an_engine_is_told(
     ],
 )
 def test_fewer_tokens_are_asked_for(limits: dict[str, Any], asked: dict[str, Any]) -> None:
-    said = said_of(Endpoint.COMPLETIONS, text_event("a"), text_event("b"))
-    body = orjson.loads(ask(Endpoint.COMPLETIONS, {"prompt": "p", **limits}, said, Way.PROMPT))
+    transcript = transcript_of(Endpoint.COMPLETIONS, text_event("a"), text_event("b"))
+    body = orjson.loads(ask(Endpoint.COMPLETIONS, {"prompt": "p", **limits}, transcript, Continuation.PROMPT))
     assert body == {"prompt": "pab", **asked}
 
 
@@ -226,17 +237,17 @@ def test_fewer_tokens_are_asked_for(limits: dict[str, Any], asked: dict[str, Any
 )
 def test_a_limit_that_is_no_number_is_not_guessed_at(endpoint: Endpoint, name: str) -> None:
     """vLLM reads "100" as 100."""
-    said = said_at(endpoint)
-    said.made = 2
+    transcript = empty_transcript(endpoint)
+    transcript.made = 2
     for value, what in ((100, ""), (None, ""), ("100", name), (100.0, name)):
-        assert obstacle(endpoint, {name: value}, said) == what
+        assert obstacle(endpoint, {name: value}, transcript) == what
 
 
 def test_a_stop_string_across_the_seam_is_not_missed() -> None:
-    said = said_of(Endpoint.COMPLETIONS, text_event("the EN"))
-    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["END"]}, said) == "stop"
-    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": "END"}, said) == "stop"
-    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["AND"]}, said) == ""
+    transcript = transcript_of(Endpoint.COMPLETIONS, text_event("the EN"))
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["END"]}, transcript) == "stop"
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": "END"}, transcript) == "stop"
+    assert obstacle(Endpoint.COMPLETIONS, {"prompt": "p", "stop": ["AND"]}, transcript) == ""
 
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -257,7 +268,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 def test_an_end_that_is_missing_is_added(
     fields: dict[str, Any], events: list[bytes], prompt_tokens: int | None, what: list[str] | None
 ) -> None:
-    missing = ending(Endpoint.COMPLETIONS, fields, said_of(Endpoint.COMPLETIONS, *events), prompt_tokens)
+    missing = ending(Endpoint.COMPLETIONS, fields, transcript_of(Endpoint.COMPLETIONS, *events), prompt_tokens)
     if what is None:
         assert missing is None
         return

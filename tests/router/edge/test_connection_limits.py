@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
-from router.edge import connection_limits as door
-from router.startup.parts import DOOR, FLEET, LACKS
+from router.edge import connection_limits
+from router.startup.parts import CONNECTIONS, FLEET, LACKS
 from tests.router.rig.helpers import ScriptedEngine, event, eventually, running, stalls_after, streams
 from tests.router.rig.raw_client import GET_HEALTH, GET_MODELS, RawClient, connected, head
 
@@ -38,7 +38,7 @@ async def test_a_head_that_does_not_end_is_a_408(is_trickling: bool) -> None:
         await client.closed()
         trickling.cancel()
         assert (answer.status, answer.error["type"]) == (408, "invalid_request_error")
-        await eventually(lambda: gateway.app[DOOR].refused["head"] == 1)
+        await eventually(lambda: gateway.app[CONNECTIONS].refused["head"] == 1)
 
 
 async def test_the_second_head_of_a_connection_has_the_same_time() -> None:
@@ -62,15 +62,15 @@ async def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
     async with running(ScriptedEngine("a", GOOD), keepalive_timeout_s=0.2) as gateway, connected(gateway) as client:
         client.send(first)
         await client.closed()
-        await eventually(lambda: not gateway.app[DOOR].connections)
+        await eventually(lambda: not gateway.app[CONNECTIONS].open)
 
 
 async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "EXTRA", 2)
+    monkeypatch.setattr(connection_limits, "EXTRA", 2)
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(running(ScriptedEngine("a", GOOD), max_connections=3))
         inside = [await stack.enter_async_context(connected(gateway)) for _ in range(3)]
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 3)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 3)
         async with connected(gateway) as refused:
             refused.send(GET_MODELS)
             answer = await refused.answer()
@@ -79,9 +79,9 @@ async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(mon
             probe.send(GET_HEALTH)
             health = await probe.answer()
             assert await probe.closed() == b""
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 3)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 3)
         extra = [await stack.enter_async_context(connected(gateway)) for _ in range(2)]
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 5)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 5)
         async with connected(gateway) as cut:
             cut.send(GET_HEALTH)
             assert await cut.closed() == b""
@@ -91,7 +91,7 @@ async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(mon
         inside[0].writer.transport.abort()
         extra[0].writer.transport.abort()
         extra[1].writer.transport.abort()
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 2)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 2)
         async with connected(gateway) as fresh:
             fresh.send(GET_MODELS)
             assert (await fresh.answer()).status == 200
@@ -117,20 +117,20 @@ async def test_a_client_that_does_not_read_the_gateways_own_answer_is_cut() -> N
     async with running(engine, idle_timeout_s=0.3) as gateway, connected(gateway, receive_bytes=4096) as client:
         for _ in range(20):  # several, because the kernel holds some of the answers
             client.send(GET_MODELS)
-        await eventually(lambda: gateway.app[DOOR].refused["write"] == 1)
-        await eventually(lambda: not gateway.app[DOOR].connections)
+        await eventually(lambda: gateway.app[CONNECTIONS].refused["write"] == 1)
+        await eventually(lambda: not gateway.app[CONNECTIONS].open)
 
 
 async def test_a_client_that_does_not_read_the_end_of_the_last_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "CLOSING_S", 0.2)
+    monkeypatch.setattr(connection_limits, "CLOSING_S", 0.2)
     engine = Talkative(60_000)
     settings: dict[str, Any] = {"keepalive_timeout_s": 0.2, "idle_timeout_s": 0.3}
     async with running(engine, **settings) as gateway, connected(gateway, receive_bytes=4096) as client:
         for _ in range(20):
             client.send(GET_MODELS)
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 1)
-        (connection,) = gateway.app[DOOR].connections
-        await eventually(lambda: connection not in gateway.app[DOOR].connections)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 1)
+        (connection,) = gateway.app[CONNECTIONS].open
+        await eventually(lambda: connection not in gateway.app[CONNECTIONS].open)
 
 
 async def test_what_is_no_http_is_answered_in_the_apis_shape() -> None:
@@ -219,7 +219,7 @@ uvloop.run(main())
 
 
 def test_connections_are_cut_to_what_descriptors_allow(caplog: pytest.LogCaptureFixture) -> None:
-    assert door.most_connections(100, 10_000) == 100
+    assert connection_limits.most_connections(100, 10_000) == 100
     assert not caplog.records
-    assert door.most_connections(8192, 1024) == 448
+    assert connection_limits.most_connections(8192, 1024) == 448
     assert "--max-connections 8192 is cut to 448" in caplog.text

@@ -17,7 +17,7 @@ from aiohttp import web
 from router.edge.tls import Certificate, client_context
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
-from router.startup.parts import DOOR
+from router.startup.parts import CONNECTIONS
 from router.startup.serving import make_runner
 from tests.router.rig.helpers import DEADLINE_S, eventually
 from tests.router.rig.raw_client import GET_HEALTH, GET_MODELS
@@ -52,8 +52,8 @@ class Secure:
     authority: trustme.CA
 
     @property
-    def guests(self) -> int:
-        return len(self.app[DOOR].connections)
+    def connections(self) -> int:
+        return len(self.app[CONNECTIONS].open)
 
     async def ask(self, request: bytes) -> bytes:
         """Return the answer to a request that is sent together with the end of the handshake."""
@@ -106,8 +106,8 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(loop: Lo
         async with secure(tmp_path) as gateway:
             for _ in range(3):
                 assert (await gateway.ask(GET_HEALTH)).startswith(b"HTTP/1.1 200 OK")
-            await eventually(lambda: gateway.guests == 0)
-            assert not gateway.app[DOOR].refused
+            await eventually(lambda: gateway.connections == 0)
+            assert not gateway.app[CONNECTIONS].refused
 
     run(loop, test)
 
@@ -120,10 +120,10 @@ def test_a_client_that_begins_no_handshake_is_cut_after_the_heads_time(loop: Loo
             asyncio.timeout(DEADLINE_S),
             opened(gateway.port) as (reader, _),
         ):
-            await eventually(lambda: gateway.guests == 1)
+            await eventually(lambda: gateway.connections == 1)
             assert await reader.read() == b""
-            await eventually(lambda: gateway.guests == 0)
-            assert gateway.app[DOOR].refused == {"handshake": 1}
+            await eventually(lambda: gateway.connections == 0)
+            assert gateway.app[CONNECTIONS].refused == {"handshake": 1}
 
     run(loop, test)
 
@@ -133,10 +133,10 @@ def test_handshakes_take_places_and_others_are_told_so(loop: Loop, tmp_path: Pat
     async def test() -> None:
         async with secure(tmp_path, max_connections=2) as gateway:
             async with opened(gateway.port), opened(gateway.port):
-                await eventually(lambda: gateway.guests == 2)
+                await eventually(lambda: gateway.connections == 2)
                 assert (await gateway.ask(GET_MODELS)).startswith(b"HTTP/1.1 503")
                 assert (await gateway.ask(GET_HEALTH)).startswith(b"HTTP/1.1 200")
-            await eventually(lambda: gateway.guests == 0)
+            await eventually(lambda: gateway.connections == 0)
             assert (await gateway.ask(GET_MODELS)).startswith(b"HTTP/1.1 200")
 
     run(loop, test)
@@ -151,7 +151,7 @@ def test_a_client_that_speaks_no_tls_is_cut_and_leaves_nothing_behind(loop: Loop
                     writer.write(junk)
                     with contextlib.suppress(ConnectionError):
                         assert b"HTTP" not in await reader.read()
-            await eventually(lambda: gateway.guests == 0)
+            await eventually(lambda: gateway.connections == 0)
             assert (await gateway.ask(GET_HEALTH)).startswith(b"HTTP/1.1 200")
 
     run(loop, test)
@@ -163,7 +163,7 @@ def test_the_end_of_the_gateway_ends_handshakes(loop: Loop, tmp_path: Path) -> N
         async with asyncio.timeout(DEADLINE_S), contextlib.AsyncExitStack() as stack:
             async with secure(tmp_path) as gateway:
                 reader, _ = await stack.enter_async_context(opened(gateway.port))
-                await eventually(lambda: gateway.guests == 1)
+                await eventually(lambda: gateway.connections == 1)
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
 

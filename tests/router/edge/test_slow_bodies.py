@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge import body
-from router.edge import connection_limits as door
+from router.edge import body, connection_limits
 from router.edge.inflate import MAX_MEMBERS, OUTPUT_SLICE_BYTES, Inflater, NotCompressed
-from router.startup.parts import ADMISSION, DOOR
+from router.startup.parts import ADMISSION, CONNECTIONS
 from tests.router.rig.forms import TYPE, Part, written
 from tests.router.rig.helpers import DEADLINE_S, ScriptedEngine, event, eventually, running, streams
 from tests.router.rig.raw_client import connected, head
@@ -109,7 +108,7 @@ async def test_the_rate_is_that_of_each_window_and_not_the_average(monkeypatch: 
 @pytest.mark.parametrize("why", ["no key", "too large", "too many requests", "no room", "no such path"])
 async def test_a_refused_body_is_not_read_on(why: str, monkeypatch: pytest.MonkeyPatch, keys: str) -> None:
     """The client gets its answer, and the connection closes although the client continues to send."""
-    monkeypatch.setattr(door, "LINGER_S", 0.1)
+    monkeypatch.setattr(connection_limits, "LINGER_S", 0.1)
     every: dict[str, dict[str, Any]] = {
         "no key": {"api_keys_file": keys},
         "too large": {"max_body_bytes": 2000},
@@ -241,7 +240,7 @@ async def test_a_refused_body_is_read_as_far_as_the_largest_one_and_not_inflated
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds however long the gateway would wait for the end of the body."""
-    monkeypatch.setattr(door, "LINGER_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(connection_limits, "LINGER_S", 10 * DEADLINE_S)
     monkeypatch.setattr(Inflater, "inflate", lambda *_: pytest.fail("a refused body is inflated"))
     async with running(ScriptedEngine("a", GOOD), max_body_bytes=2**16) as gateway, connected(gateway) as client:
         lines = [b"Content-Length: 1000000000000", *([b"Content-Encoding: gzip"] if encoding else [])]
@@ -252,5 +251,5 @@ async def test_a_refused_body_is_read_as_far_as_the_largest_one_and_not_inflated
                 while True:
                     client.send(b"x" * 2**14)
                     await client.writer.drain()
-        await eventually(lambda: not gateway.app[DOOR].connections)
-        assert gateway.app[DOOR].refused == {"body": 1}
+        await eventually(lambda: not gateway.app[CONNECTIONS].open)
+        assert gateway.app[CONNECTIONS].refused == {"body": 1}

@@ -12,9 +12,9 @@ import pytest
 from blockbuster import BlockBuster
 
 from engine.common.audit import AUDIT
-from router.edge import connection_limits as door
+from router.edge import connection_limits
 from router.edge.errors import OPERATORS_PATHS
-from router.startup.parts import DOOR
+from router.startup.parts import CONNECTIONS
 from tests.router.rig.helpers import Gateway, ScriptedEngine, event, eventually, running, stalls_after, streams
 from tests.router.rig.raw_client import connected
 
@@ -68,12 +68,12 @@ async def test_clients_keys_do_not_open_the_operators_port(tmp_path: Path, no_bl
 
 
 async def test_operators_are_served_while_clients_hold_every_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "EXTRA", 0)
+    monkeypatch.setattr(connection_limits, "EXTRA", 0)
     engine = ScriptedEngine("a", stalls_after([event("a")]))
     async with running(engine, max_connections=2) as gateway, contextlib.AsyncExitStack() as stack:
         for _ in range(2):
             await stack.enter_async_context(connected(gateway))
-        await eventually(lambda: len(gateway.app[DOOR].connections) == 2)
+        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 2)
         for path in METHODS:
             assert (await ask(gateway, gateway.admin_url, path))[0] == 200
 

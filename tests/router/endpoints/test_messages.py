@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic
 from blockbuster import BlockBuster
 
 from engine.common.sse import named_event
-from router.engines.error_events import before_error, engine_error, error_event
+from router.engines.engine_errors import before_error, engine_error, error_event
 from router.engines.usage import Tail, usage_in, whole_usage
 from tests.router.rig.helpers import (
     Gateway,

@@ -16,7 +16,7 @@ from router.settings.gateway import GatewaySettings
 from router.startup import app as app_module
 from router.startup.app import build_app
 from router.startup.parts import FLEET
-from router.startup.serving import build_metrics_app, make_runner, operators_door
+from router.startup.serving import build_metrics_app, make_runner, operators_connections
 from tests.router.rig.helpers import (
     Gateway,
     ScriptedEngine,
@@ -220,8 +220,8 @@ async def test_pods_show_their_requests_and_the_prediction_its_error(monkeypatch
 async def test_metrics_on_a_port_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     discovery = ScriptedDiscovery()
     async with following(discovery, monkeypatch) as gateway:
-        door = operators_door(gateway.app)
-        runner = make_runner(build_metrics_app(gateway.app, door), door)
+        connections = operators_connections(gateway.app)
+        runner = make_runner(build_metrics_app(gateway.app, connections), connections)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"

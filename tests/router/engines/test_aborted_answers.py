@@ -16,8 +16,8 @@ from engine.common.sse import DONE, SseDecoder, named_event, sse_event
 from engine.contract.requests import Endpoint
 from engine.server.answers import Usage
 from engine.server.message_answers import MessagesAnswer
-from router.continuing.transcript_responses import only_begins
-from router.engines.aborted_answers import before_end, is_cut, is_end_alone
+from router.continuing.transcript import only_begins
+from router.engines.engine_errors import before_end, is_cut, is_end_alone
 from router.engines.upstream import ANNOUNCED_BYTES
 from tests.router.rig.helpers import (
     Answer,

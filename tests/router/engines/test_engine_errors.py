@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.sse import sse_event
+from router.engines.attempt_result import Cause
 from router.engines.engine_errors import before_abort, is_aborted, meaning, meaning_of_body
-from router.engines.outcome import Outcome
 from tests.router.rig.vllm_pod import DEAD, DRAINS, FULL
 
-KNOWN = {DRAINS: Outcome.LEAVING, "Server shutting down": Outcome.LEAVING, DEAD: Outcome.DEAD, FULL: Outcome.FULL}
+KNOWN = {DRAINS: Cause.LEAVING, "Server shutting down": Cause.LEAVING, DEAD: Cause.DEAD, FULL: Cause.FULL}
 
 
-@pytest.mark.parametrize(("message", "outcome"), KNOWN.items())
-def test_the_words_of_a_real_vllm(message: str, outcome: Outcome) -> None:
+@pytest.mark.parametrize(("message", "cause"), KNOWN.items())
+def test_the_words_of_a_real_vllm(message: str, cause: Cause) -> None:
     for body in ({"error": {"message": message, "code": 500}}, {"object": "error", "message": message}):
-        assert meaning_of_body(json.dumps(body).encode()) is outcome
+        assert meaning_of_body(json.dumps(body).encode()) is cause
 
 
 @given(st.sampled_from(sorted(KNOWN)), st.text(min_size=1).filter(str.strip))

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from engine.contract.errors import MAX_MESSAGE_CHARS
-from router.engines.error_events import engine_error, has_error
+from router.engines.engine_errors import engine_error, has_error
 from router.engines.usage import Tail, header_usage, usage_in, whole_usage
 
 texts = st.text(max_size=20)

@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.engines.error_events import engine_error
+from router.engines.engine_errors import engine_error
 from router.fleet import faults
 from router.fleet.pod import Pod
 from router.startup.parts import FLEET

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint
 from router.fleet.pod import Pod
-from router.forwarding.attempt import Attempt
+from router.forwarding.exchange import Attempt
 from router.forwarding.hedge import Hedges, Race, Steps
 from router.reading.inbound import Inbound
 from router.settings.gateway import GatewaySettings
@@ -366,7 +366,9 @@ async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int]
             attempts.append(Attempt(choice, cast(Any, None), 0.0))
             return attempts[-1]
 
-        async def run(attempt: Attempt, race: Race | None, attempts: list[Attempt] = attempts) -> web.StreamResponse:
+        async def run(
+            attempt: Attempt, race: Race[web.StreamResponse] | None, attempts: list[Attempt] = attempts
+        ) -> web.StreamResponse:
             nonlocal asked
             assert race is not None
             if attempt.pod is pods[1]:  # type: ignore[comparison-overlap]
@@ -378,7 +380,7 @@ async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int]
             assert attempts[-1] is attempt
             return web.StreamResponse()
 
-        await hedges.run(inbound, attempts, attempts[0], Steps(begin, run, lambda _: None))
+        await hedges.run(inbound, attempts, attempts[0], Steps(begin, run))
     return counts, asked
 
 
@@ -393,7 +395,7 @@ async def test_a_client_that_leaves_as_the_second_pod_wins_is_gone(leaves: bool)
         attempts.append(Attempt(choice, cast(Any, None), 0.0))
         return attempts[-1]
 
-    async def run(attempt: Attempt, race: Race | None) -> web.StreamResponse:
+    async def run(attempt: Attempt, race: Race[web.StreamResponse] | None) -> web.StreamResponse:
         assert race is not None
         try:
             if attempt.pod.pod_id == "second":
@@ -407,7 +409,7 @@ async def test_a_client_that_leaves_as_the_second_pod_wins_is_gone(leaves: bool)
             ended.append(attempt.pod.pod_id)
 
     async def handle() -> int:
-        race = Race(attempts, attempts[0], lambda: cast(Any, pods["second"]), Steps(begin, run, lambda _: None))
+        race = Race(attempts, attempts[0], lambda: cast(Any, pods["second"]), Steps(begin, run))
         response = await race.run(0.0)
         assert response is not None
         return request.cancelling()

@@ -15,6 +15,7 @@ from router.engines.usage import Tail, Usage
 from router.forwarding.relay import Relay
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
+from router.reading.names import Models
 from router.startup.parts import CHOOSER, FLEET, INDEX
 from router.views.types import PodId
 from tests.router.forwarding.test_relay import Sink
@@ -155,5 +156,5 @@ async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
 
 
 def gateway_inbound(gateway: Any) -> Any:
-    reader = Reader(gateway.app[FLEET], Estimates(), stride=16, default_policy="cache_aware", policies=None)
+    reader = Reader(Models(gateway.app[FLEET]), Estimates(), stride=16, default_policy="cache_aware", policies=None)
     return reader.read(None, orjson.dumps(STREAM), {})

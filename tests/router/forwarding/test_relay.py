@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.contract.errors import ApiError
 from router.engines.engine_client import BrokeOff
 from router.engines.usage import TAIL_BYTES, Tail, Usage, usage_in
-from router.forwarding.relay import HELD_BYTES, Relay, UpstreamBroke
+from router.forwarding.relay import HELD_BYTES, Relay, StreamBroke
 
 ERROR = ApiError("broken")
 ERROR_EVENT = b"data: " + ERROR.body() + b"\n\n"
@@ -67,7 +67,7 @@ def relay(chunks: list[bytes], error: Exception | None = None, *, ends_at_once: 
         )
         try:
             await it.copy(chunks[0])
-        except UpstreamBroke:
+        except StreamBroke:
             await it.end_with(ERROR_EVENT)
             return sink, True
         return sink, False
@@ -141,7 +141,7 @@ async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None
     started_s = now_s()
     source: Any = Paced(pauses_s)
     sink: Any = Sink()
-    with pytest.raises(UpstreamBroke, match="silent"):
+    with pytest.raises(StreamBroke, match="silent"):
         await Relay(source, sink, Tail(), is_events=True, idle_s=1.0, deadline_s=started_s + 60).copy(b"data: x\n\n")
     assert sink.data == b"data: x\n\n" * (1 + len(pauses_s))
     silent_s = now_s() - started_s - sum(pauses_s)

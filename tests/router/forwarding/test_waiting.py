@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from engine.contract import headers
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
 from router.reading.inbound import Inbound
 from router.startup.parts import ROOM
 from tests.router.rig.helpers import (
@@ -143,7 +143,7 @@ async def test_a_client_that_leaves_in_its_turn_keeps_nobody_else_waiting() -> N
         # A request has just waited, so the next ones enter the queue, which they leave at once: the engine is idle.
         room, now_s = gateway.app[ROOM], loop.time()
         inbound = Inbound("/v1/completions", "m", True, "round_robin", (), 1, 1, 1.0, 1, teaches_tokens=False, body=b"")
-        exchanges = [Exchange(name, now_s, now_s + PATIENT_S) for name in ("leaves", "stays")]
+        exchanges = [Exchange(Arrival(name, now_s, now_s + PATIENT_S)) for name in ("leaves", "stays")]
         leaves, stays = [asyncio.create_task(room.place(inbound, exchange)) for exchange in exchanges]
         loop.call_soon(leaves.cancel)
         async with asyncio.timeout(PATIENT_S / 2):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
-from router.forwarding.exchange import Exchange
+from router.forwarding.exchange import Arrival, Exchange
 from router.operators.decision_log import KEPT, PER_S, SCORES_S_PER_S, SHOWN_SCORES, DecisionLog
 from router.operators.history import POINTS, WINDOW, History
 from router.operators.hot_prefixes import KEYS_PER_S, MOST_KEYS, WINDOW_S, HotPrefixes
@@ -100,7 +100,7 @@ def exchange(scores: tuple[PodScore, ...] = (), *, pod: str = "a", status: int =
         cached_tokens=7,
         decision=SimpleNamespace(scores=scores, predicted_ttft_s=0.25),
     )
-    made = Exchange("id", 0.0, 100.0)
+    made = Exchange(Arrival("id", 0.0, 100.0))
     made.inbound = cast(Any, SimpleNamespace(model="m", prompt_tokens=10))
     made.attempts = [cast(Any, SimpleNamespace(choice=choice, sent_s=1.0))]
     made.status, made.first_byte_s = status, 1.5

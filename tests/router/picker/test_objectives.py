@@ -143,7 +143,7 @@ async def test_no_tenant_gains_more_than_it_may(tmp_path: Path) -> None:
                 exchange = talk.call._exchange
                 assert exchange is not None
                 assert exchange.inbound is not None
-                seen[name] = (exchange.inbound.priority, exchange.is_sheddable, exchange.flow)
+                seen[name] = (exchange.inbound.priority, exchange.arrival.urgency.is_sheddable, exchange.arrival.flow)
                 await end(talk)
         assert seen == {"low": (-1, False, "low"), "high": (3, False, "high")}, (
             "no request is shed unless its objective says so"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from engine.contract.errors import BadRequest, ModelNotFound
-from router.forwarding.candidates import LACK_TTL_S, Reach, is_unknown_path
+from router.engines.engine_errors import is_unknown_path
+from router.forwarding.candidates import LACK_TTL_S, Candidates
 from router.reading.by_load import BY_LOAD, asked_model, passes
 from tests.router.rig.helpers import DEADLINE_S, Script, ScriptedEngine, answers, running
 
@@ -167,7 +168,7 @@ async def test_a_model_that_an_engine_does_not_know_is_told_by_the_engine() -> N
 
 async def test_what_was_learnt_of_a_path_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    reach = Reach(None, None, lambda: now_s)  # type: ignore[arg-type]
+    candidates = Candidates(None, None, None, lambda: now_s)  # type: ignore[arg-type]
     monkeypatch.setattr("router.forwarding.candidates.MAX_LACKS", 3)
 
     class Asked:
@@ -175,12 +176,12 @@ async def test_what_was_learnt_of_a_path_ends(monkeypatch: pytest.MonkeyPatch) -
 
     for i, pod in enumerate(("a", "b", "c", "a", "d")):
         now_s = float(i)
-        reach.lacks(pod, Asked())  # type: ignore[arg-type]
-    assert reach.lacking(Asked()) == {"a", "c", "d"}  # type: ignore[arg-type]
+        candidates.lacks(pod, Asked())  # type: ignore[arg-type]
+    assert candidates.lacking(Asked()) == {"a", "c", "d"}  # type: ignore[arg-type]
     now_s = 2.0 + LACK_TTL_S
-    assert reach.lacking(Asked()) == {"a", "d"}  # type: ignore[arg-type]
+    assert candidates.lacking(Asked()) == {"a", "d"}  # type: ignore[arg-type]
     now_s = 4.0 + LACK_TTL_S
-    assert reach.lacking(Asked()) == set()  # type: ignore[arg-type]
+    assert candidates.lacking(Asked()) == set()  # type: ignore[arg-type]
 
 
 async def test_other_paths_pass_if_that_is_allowed() -> None:

@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.reading.hints import MAX_SESSION_CHARS, SESSION_FIELDS, session_of
+from router.reading.inbound import MAX_SESSION_CHARS, SESSION_FIELDS, session_of
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.views.types import PodId, PodView, RequestInfo
 from tests.router.rig.helpers import ScriptedEngine, answers, running

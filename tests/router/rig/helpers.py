@@ -18,7 +18,7 @@ from router.edge.errors import OPERATORS_PATHS
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
 from router.startup.parts import ADMISSION, FLEET, SCRAPER
-from router.startup.serving import build_admin_app, make_runner, operators_door
+from router.startup.serving import build_admin_app, make_runner, operators_connections
 
 Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEADLINE_S = 30.0
@@ -265,8 +265,8 @@ def _url_of(runner: web.AppRunner) -> str:
 @contextlib.asynccontextmanager
 async def serving_admin(app: web.Application) -> AsyncIterator[web.AppRunner]:
     """The operators' port of a started gateway."""
-    door = operators_door(app)
-    runner = make_runner(build_admin_app(app, door), door)
+    connections = operators_connections(app)
+    runner = make_runner(build_admin_app(app, connections), connections)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

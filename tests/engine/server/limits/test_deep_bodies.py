@@ -7,9 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
-from pydantic import BaseModel
 
-from engine.server.fields import ChatFields, CompletionFields
+from engine.server.fields import Body, ChatFields, CompletionFields
 from engine.server.message_fields import MessagesFields
 from engine.server.response_requests import ResponsesFields
 from tests.engine.server.conftest import Engine
@@ -21,7 +20,7 @@ WHOLE: Mapping[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [HI], "max_tokens": 1},
     "/v1/responses": {"input": "hi", "max_output_tokens": 1},
 }
-FIELDS: Mapping[str, type[BaseModel]] = {
+FIELDS: Mapping[str, type[Body]] = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/messages": MessagesFields,

@@ -78,12 +78,16 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
             "function_call": {"name": "find"},
             "modalities": ["audio"],
             "prediction": {},
-            "reasoning_effort": "high",
-            "service_tier": "flex",
-            "store": True,
-            "verbosity": "low",
             "web_search_options": {},
             "guided_json": {},
+            "structured_outputs": {"json": {}},
+            "bad_words": ["x"],
+            "allowed_token_ids": [1],
+            "use_beam_search": True,
+            "truncate_prompt_tokens": 3,
+            "include_stop_str_in_output": True,
+            "min_tokens": 5000,
+            "skip_special_tokens": "no",
         }.items()
     ),
 ]
@@ -189,7 +193,9 @@ async def test_messages_say_what_to_do(engine: Engine) -> None:
     assert "greater than or equal to 0.01; got 1e-40" in await message(repetition_penalty=1e-40)
     assert "4096" in await message(max_tokens=4090)
     assert "max_tokens is 4090" in await message(max_tokens=4090)
-    assert "context of 4096" in await message(messages=[{"role": "user", "content": "a b " * 5000}])
+    assert "maximum context length is 4096 tokens" in await message(
+        messages=[{"role": "user", "content": "a b " * 5000}]
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"messages": NaN}', b'{"a": "\\ud800"}'])

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from router.edge.deadline import Deadline
+from router.forwarding.relay import Deadline
 
 Set = Callable[[float], None]
 

@@ -1,0 +1,296 @@
+"""Send one attempt to its pod, decide the result, and pass the answer on as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from engine.contract import headers
+from engine.contract.message_errors import PATHS as MESSAGE_PATHS
+from engine.contract.requests import Endpoint
+from router.choosing.chooser import Choice
+from router.continuing.resume import RESUMED
+from router.continuing.transcript import SentEvents
+from router.edge.errors import BadGateway, UpstreamError
+from router.edge.headers import UpstreamHeaders, answer_headers
+from router.engines.attempt_result import (
+    GOES_ON,
+    Broken,
+    Cause,
+    ClientHas,
+    Done,
+    ErrorStatus,
+    GoesOn,
+    Refused,
+    Result,
+    Retry,
+    ended,
+    result_of,
+)
+from router.engines.engine_client import Answer, EngineClient
+from router.engines.upstream import Opened, PodFailed, failure_of, open_answer, target_of
+from router.engines.usage import Tail, header_usage, whole_usage
+from router.forwarding.attempts import restore_session
+from router.forwarding.candidates import Candidates
+from router.forwarding.conversations import Conversations
+from router.forwarding.exchange import Attempt, Exchange
+from router.forwarding.failure_accounting import FailureAccounting
+from router.forwarding.hedge import Race
+from router.forwarding.relay import ClientStalled, Relay, Source, StreamBroke
+from router.forwarding.running import (
+    UNANSWERED,
+    Interrupted,
+    Over,
+    PartialStream,
+    Passed,
+    Rest,
+    RestBody,
+    Running,
+    Streaming,
+    interrupted,
+)
+from router.reading.inbound import Inbound
+from router.telemetry.metrics import Metrics
+
+WHOLE_ATTEMPT_SHARE = 0.5
+"""Share of the remaining time that an attempt at a whole answer may take while another pod is left to try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Deadlines in seconds, the number of further pods to try, and what answers may tell clients."""
+
+    first_byte_s: float
+    idle_s: float
+    retries: int
+    tells_cache: bool = True
+    """Whether answers may have the headers about pods and caches."""
+    resumes: bool = True
+    """Whether another pod is asked for the rest of a stream that breaks."""
+    hedge_after_s: float = 0.0
+    """Seconds without a first byte until a second pod is asked too; 0: never."""
+
+
+class Sender:
+    """Runs the attempts of all requests, each at one pod."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        upstream: UpstreamHeaders,
+        candidates: Candidates,
+        accounting: FailureAccounting,
+        conversations: Conversations,
+        metrics: Metrics,
+        limits: Limits,
+    ) -> None:
+        self._client = client
+        self._upstream = upstream
+        self._candidates = candidates
+        self._accounting = accounting
+        self._conversations = conversations
+        self._metrics = metrics
+        self._limits = limits
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(
+        self, running: Running, attempt: Attempt, rest: Rest | None = None, race: Race[Result] | None = None
+    ) -> Result:
+        """Run the attempt, counted on its pod while it lasts, and return its result.
+
+        `rest`: what is asked in place of the whole request, if an earlier pod broke its stream. `race`: is told as soon
+        as there is an answer for the client. Afterwards the request is answered, or interrupted, or its state is as
+        before and the attempt has a reply. Raises OutOfResources.
+        """
+        asked = running.inbound if rest is None else rest.inbound
+        client_has = ClientHas.NOTHING if rest is None else ClientHas.EARLIER_PART
+        opened: Opened | None = None
+        try:
+            with attempt:
+                deadline_s = self._deadline_s(running.exchange, asked)
+                opened = await self._open(running, attempt, asked, deadline_s)
+                result, reply = self._decide(running, attempt, asked, opened, client_has)
+                if isinstance(result, Retry):
+                    attempt.answered(result, reply)
+                    return result
+                if race is not None:
+                    race.won_by(attempt)
+                body: Source = opened.response
+                if rest is not None and isinstance(result, GoesOn):
+                    body = RestBody(opened.response, opened.take_first(), rest.rewriter)
+                    opened.first = await body.begin(deadline_s)
+                attempt.answered(result, reply)
+                self._began(running, attempt, asked, opened)
+                if isinstance(result, GoesOn):
+                    result = await self._pass_on(running, attempt, opened, body)
+                    attempt.answered(result)
+        except PodFailed as failed:
+            is_at_work = attempt.pod.faults.is_at_work(self._clock())
+            result = result_of(failed.observed, client_has, is_at_work=is_at_work)
+            attempt.answered(result, failed.error)
+        finally:
+            if opened is not None:
+                opened.close()
+            self._accounting.ended(running.exchange, asked, attempt)
+        return result
+
+    def _deadline_s(self, exchange: Exchange, asked: Inbound) -> float:
+        """Return when to give up an attempt: by then a stream has to begin, or a whole answer to be complete.
+
+        A whole answer shows nothing while the pod makes it, so a pod that hangs looks busy. Such a pod must not use
+        up the time of all attempts: half of the time that is left allows a long answer here, and another one elsewhere.
+        """
+        now_s, last_s = self._clock(), exchange.arrival.deadline_s
+        if asked.stream:
+            return min(last_s, now_s + self._limits.first_byte_s)
+        is_last = exchange.spent > self._limits.retries or asked.only is not None
+        if is_last or not self._candidates.has_untried(exchange, asked):
+            return last_s
+        return now_s + WHOLE_ATTEMPT_SHARE * (last_s - now_s)
+
+    async def _open(self, running: Running, attempt: Attempt, asked: Inbound, deadline_s: float) -> Opened:
+        """Send the request. Raises PodFailed and OutOfResources."""
+        arrival, upload, raw = running.exchange.arrival, asked.upload, running.request.raw_headers
+        return await open_answer(
+            self._client,
+            target_of(attempt.pod, asked),
+            upload or asked.body,
+            self._upstream.of(
+                raw if upload is None else upload.fields(raw),
+                arrival.request_id,
+                attempt.pod,
+                attempt.session_id,
+                None if arrival.trace is None else arrival.trace.fields(attempt.span_id),
+            ),
+            deadline_s,
+            running.admitted.keep,
+            running.leaving_fifo(),
+        )
+
+    def _decide(
+        self, running: Running, attempt: Attempt, asked: Inbound, opened: Opened, client_has: ClientHas
+    ) -> tuple[Result, web.Response | UpstreamError | None]:
+        """Return the result of an attempt whose answer has begun, and what the client may get; None: it is passed on
+        as it comes."""
+        observed = opened.observed
+        if isinstance(observed, ErrorStatus) and observed.is_unknown_path:
+            self._candidates.lacks(attempt.pod.pod_id, asked)
+        result = result_of(observed, client_has, is_at_work=attempt.pod.faults.is_at_work(self._clock()))
+        match result:
+            case Retry(Cause.LEAVING | Cause.ABORTED as cause):
+                return result, failure_of(cause, opened)
+            case Retry(_, "error"):
+                text = "the engine was asked for the rest of a stream and did not send a stream"
+                return result, BadGateway(text)
+            case Retry() | Refused() | Done():
+                fields = self._headers(opened.response, running.exchange, attempt.choice)
+                return result, web.Response(status=opened.response.status, body=opened.first, headers=fields)
+            case GoesOn() | Broken():
+                return result, None
+
+    def _began(self, running: Running, attempt: Attempt, asked: Inbound, opened: Opened) -> None:
+        """Record that the pod has an answer for the client."""
+        exchange, now_s = running.exchange, self._clock()
+        if running.state is UNANSWERED:
+            exchange.began(now_s)
+        attempt.first_byte_s = now_s
+        if not attempt.has_run:
+            return
+        exchange.failed(None)
+        self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
+        self._accounting.began(exchange, attempt, now_s)
+        if asked.prompts == 1:  # else a stream's headers tell only of the first prompt
+            usage = header_usage(opened.response.headers)
+            exchange.recounted(usage)
+            attempt.first_token(usage.cached_tokens)
+        if opened.is_whole:
+            exchange.counted(whole_usage(opened.first))
+
+    async def _pass_on(self, running: Running, attempt: Attempt, opened: Opened, body: Source) -> Result:
+        """Send the head, and pass the body on as it comes."""
+        exchange, tail = running.exchange, Tail()
+        before = running.state if isinstance(running.state, Interrupted) else None
+        result: Result = GOES_ON
+        response: web.StreamResponse | None = None
+        is_broken = False
+        try:
+            stream, on_first_sent = await self._stream(running, attempt, opened)
+            response = stream.response
+            relay = Relay(
+                body,
+                stream.writer,
+                tail,
+                is_events=opened.is_stream,
+                idle_s=self._limits.idle_s,
+                deadline_s=exchange.arrival.deadline_s,
+                sent=stream.sent,
+            )
+            try:
+                await relay.copy(opened.take_first(), on_first_sent=on_first_sent)
+            except StreamBroke as broke:
+                is_broken = True
+                exchange.failed(broke.detail)
+                result = result_of(broke.observed, ClientHas.PART)
+                counted = tail.usage().or_else(exchange.usage).prompt_tokens
+                is_risky = isinstance(result, Broken) and result.cause.is_risky
+                running.state = interrupted(stream, broke, relay, running.inbound, counted, before, is_risky=is_risky)
+                return result
+            result = result_of(ended(is_stream=opened.is_stream), ClientHas.PART)
+            await response.write_eof()
+            running.state = Over(response)
+        except (ClientStalled, ConnectionError) as error:
+            running.client_left(error, web.Response() if response is None else response)
+        finally:
+            usage = tail.usage(is_broken=is_broken) if opened.is_stream else whole_usage(tail.last_bytes())
+            exchange.counted(usage)
+            if running.inbound.prompts == 1:
+                attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+            if not isinstance(running.state, Over | Interrupted):
+                running.cut()
+        return result
+
+    async def _stream(
+        self, running: Running, attempt: Attempt, opened: Opened
+    ) -> tuple[PartialStream, Callable[[], None] | None]:
+        """Return the stream that the client has the head of, and what to call once the first bytes are sent.
+
+        Raises ConnectionError.
+        """
+        if isinstance(running.state, Interrupted):
+            stream = running.state.stream
+            running.state = Streaming(stream)
+            self._metrics.attempts.attempt_broke("resumed")
+            return stream, None
+        fields = self._headers(opened.response, running.exchange, attempt.choice)
+        response = Passed(status=opened.response.status, headers=fields)
+        if not opened.is_stream:
+            response.content_length = opened.response.content_length
+        writer = await response.prepare(running.request)
+        assert writer is not None  # only a HEAD request has none
+        inbound = running.inbound
+        is_kept = self._limits.resumes and opened.is_stream and inbound.prompts == 1
+        is_kept &= inbound.endpoint in RESUMED and inbound.resource is None
+        sent = SentEvents(Endpoint(inbound.endpoint), running.admitted.keep) if is_kept else None
+        stream = PartialStream(response, writer, opened.is_stream, sent)
+        running.state = Streaming(stream)
+        return stream, running.admitted.let_go
+
+    def _headers(self, upstream: Answer, exchange: Exchange, choice: Choice) -> CIMultiDict[str]:
+        """Return the engine's headers, those that tell why the request went there, and the tenant's rate limits."""
+        arrival = exchange.arrival
+        tells_cache = self._limits.tells_cache and arrival.tenant.tells_cache
+        passed = answer_headers(upstream.headers, tells_cache=tells_cache)
+        restore_session(passed, exchange)
+        if tells_cache:
+            passed[headers.POD] = choice.pod.pod_id
+            passed[headers.POLICY] = choice.policy
+            passed[headers.PREDICTED_CACHED] = str(choice.cached_tokens)
+        passed[headers.REQUEST_ID] = arrival.request_id
+        if exchange.inbound is not None and exchange.inbound.endpoint in MESSAGE_PATHS:
+            passed[headers.MESSAGE_REQUEST_ID] = arrival.request_id
+        passed.update(exchange.rate_headers)
+        return passed
