@@ -75,9 +75,6 @@ EXCUSED = (
         "the parts of a request are being joined; then its assembly",
     ),
     Excused(
-        "lines", "router/peer_sync/codec.py::_decode", "what gateways hear of pods is being joined with the registry"
-    ),
-    Excused(
         "lines",
         "router/routing/predicted_ttft.py::PredictedTtft._costs",
         "the score is being taken apart into its terms",

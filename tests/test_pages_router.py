@@ -255,5 +255,5 @@ def test_the_readers_of_pages() -> None:
     assert section(text, "b").count("###") == 1
     assert "`p`" not in section(text, "b")
     assert FLAG.findall("`--a-b c`, -- d, e--f, `--no-g`") == ["--a-b", "--no-g"]
-    assert {"--retries", "--no-resume-streams", "--expires", "--once"} <= flags()
+    assert {"--policy", "--no-resume-streams", "--expires", "--once"} <= flags()
     assert "--session-rate" not in flags()

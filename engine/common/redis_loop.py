@@ -22,7 +22,7 @@ class Outage:
     """
 
     def __init__(self, log: logging.Logger, subject: str, meanwhile: str, *, level: int = logging.WARNING) -> None:
-        """An error is logged as `SUBJECT: Redis: ERROR; MEANWHILE`."""
+        """An error of Redis is logged as `SUBJECT: Redis: ERROR; MEANWHILE`."""
         self._log = log
         self._subject = subject
         self._meanwhile = meanwhile
@@ -46,12 +46,12 @@ class Outage:
         log shows where the error came from if it is a defect of this program."""
         self.is_connected = False
         self.failures += 1
+        defect = None if isinstance(error, REDIS_ERRORS) else error
         text = str(error) or type(error).__name__
-        self.last_error = f"Redis: {text}"
+        self.last_error = f"Redis: {text}" if defect is None else text
         if text not in self._logged and len(self._logged) < _ERRORS_LOGGED:
             self._logged.add(text)
-            defect = None if isinstance(error, REDIS_ERRORS) else error
-            self._log.log(self._level, "%s: Redis: %s; %s", self._subject, text, self._meanwhile, exc_info=defect)
+            self._log.log(self._level, "%s: %s; %s", self._subject, self.last_error, self._meanwhile, exc_info=defect)
 
 
 async def keep_trying(

@@ -1,10 +1,14 @@
-"""Registry entries and snapshots as bytes: what an engine writes to Redis and a gateway reads.
+"""Messages about what pods hold, as bytes: engines' reports, and what gateways tell each other of other pods.
 
-    u8 version (1) | u8 kind (1 delta, 2 snapshot) | u16 0 | u32 stride bytes | u64 epoch | u64 seq | load report
-    | u32 removed | u32 stored gpu | u32 stored host | u32 stored disk | the keys of these four lists, u64 each
+    u8 version | u8 kind | u16 0 | u32 stride bytes | u64 epoch | u64 seq | the body, by kind
 
-Little-endian throughout. `seq` counts a pod's deltas from 1 within an epoch; a snapshot carries the seq of the last
-delta it contains. A reader applies removed keys before stored ones; a key stored again has moved to that tier.
+The head is the same for all kinds. `epoch` identifies one life of the sender. `seq` counts its messages from 1, and a
+snapshot of an engine carries the seq of the last delta that it contains. The body of an engine's delta or snapshot:
+
+    load report | u32 removed | u32 stored gpu | u32 stored host | u32 stored disk | the keys of these lists, u64 each
+
+Little-endian throughout. A reader applies removed keys before stored ones; a key stored again has moved to that tier.
+The body of gateways' messages: `router/peer_sync/codec.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 from engine.contract.fetch_costs import unpack_fetch_costs
 from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, pack_load, unpack_load
 from engine.contract.prefix_key import PrefixKey
 
 VERSION = 1
-_VERSION = bytes([VERSION])
+"""Of engines' messages."""
+GATEWAY_VERSION = 2
+"""Of gateways' messages. Version 1 had other heads and bodies."""
 MAX_KEYS = 2**22
 """Most keys in one message: 32 MiB. Gateways reject the messages of a pod that holds more keys."""
 MAX_LOADS = 4096
@@ -42,10 +49,16 @@ class Tier(IntEnum):
 
 
 class MessageKind(IntEnum):
-    """A delta changes a pod's state; a snapshot replaces it."""
+    """What a message is about."""
 
     DELTA = 1
+    """A change of what an engine holds."""
     SNAPSHOT = 2
+    """All that an engine holds."""
+    SENT = 3
+    """What a gateway sent to pods that publish nothing, and what became of it."""
+    ASSUMED = 4
+    """All that a gateway assumes about a pod that publishes nothing."""
 
 
 class DecodeError(ValueError):
@@ -53,11 +66,41 @@ class DecodeError(ValueError):
 
 
 class UnknownVersion(DecodeError):
-    """A message of an engine that is too new, or too old, for this program."""
+    """A message of a sender that is too new, or too old, for this program."""
 
 
 _KINDS = {int(kind): kind for kind in MessageKind}
+_ENGINE_KINDS = (MessageKind.DELTA, MessageKind.SNAPSHOT)
+HEAD_BYTES = _HEAD.size
 Keys = tuple[PrefixKey, ...]
+
+
+class Head(NamedTuple):
+    """The head of a message."""
+
+    kind: MessageKind
+    stride: int
+    """Bytes per prefix key."""
+    epoch: int
+    seq: int
+
+
+def pack_head(version: int, head: Head) -> bytes:
+    """Return the head as bytes."""
+    return _HEAD.pack(version, head.kind, 0, head.stride, head.epoch, head.seq)
+
+
+def unpack_head(data: bytes, version: int) -> Head:
+    """Return the head of a message. Raises UnknownVersion if it has another version, and DecodeError."""
+    if data and data[0] != version:
+        raise UnknownVersion(f"message of version {data[0]}, expected {version}: upgrade all gateways and engines")
+    try:
+        _, kind, _, stride, epoch, seq = _HEAD.unpack_from(data)
+        return Head(_KINDS[kind], stride, epoch, seq)
+    except KeyError:
+        raise DecodeError(f"message of kind {kind}") from None
+    except struct.error as error:
+        raise DecodeError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +121,7 @@ def encode(message: RegistryMessage) -> bytes:
     lists = (message.removed, *message.stored)
     return b"".join(
         (
-            _HEAD.pack(VERSION, message.kind, 0, message.stride, message.epoch, message.seq),
+            pack_head(VERSION, Head(message.kind, message.stride, message.epoch, message.seq)),
             pack_load(message.load),
             _COUNTS.pack(*map(len, lists)),
             *map(pack_keys, lists),
@@ -97,17 +140,12 @@ class Decoder:
 
         Raises UnknownVersion, and DecodeError on a bad kind, a wrong length, or absurd numbers.
         """
+        kind, stride, epoch, seq = unpack_head(data, VERSION)
+        if kind not in _ENGINE_KINDS:
+            raise DecodeError(f"message of kind {kind} from an engine")
         try:
-            if data[:1] not in (_VERSION, b""):
-                raise UnknownVersion(
-                    f"registry message of version {data[0]}, expected {VERSION}: upgrade gateway and engines"
-                )
-            _, kind, _, stride, epoch, seq = _HEAD.unpack_from(data)
             load = self._load(data, fetch)
             counts = _COUNTS.unpack_from(data, _BODY)
-            kind = _KINDS[kind]
-        except KeyError:
-            raise DecodeError(f"registry message of kind {kind}") from None
         except (struct.error, ValueError) as error:
             raise error if isinstance(error, DecodeError) else DecodeError(str(error)) from None
         total = sum(counts)

@@ -39,22 +39,24 @@ def place_key(name: str) -> str:
 
 
 PEER_STREAM = "warmroute:{gateways}:beliefs"
-"""Redis Stream of gateways' messages to each other about pods that publish nothing: entries {d: encoded message}."""
+"""Redis Stream of gateways' messages to each other about pods that publish nothing: entries {d: encoded message}. Each
+message has its version; the name is that of version 1, so that gateways of two releases notice each other."""
 
 
 def assumed_key(pod_id: str) -> str:
-    """String with the gateways' beliefs about a pod that publishes nothing."""
-    return f"warmroute:{{gateways}}:belief:{pod_id}"
+    """String with what gateways assume about a pod that publishes nothing. Version 1 had another name, so that two
+    releases do not overwrite each other's. The ACL rule that the first release had allows this name."""
+    return f"warmroute:{{gateways}}:assumed:belief:{pod_id}"
 
 
 LEARNT_KEY = "warmroute:{gateways}:learnt:belief:models"
-"""Hash model -> gateways' learnt values for the model and its pods. The ACL rule for beliefs allows this name, and no
-pod's key has it."""
+"""Hash model -> gateways' learnt values for the model and its pods. The ACL rule for `assumed_key` allows
+this name, and no pod's key has it."""
 
 
 def named_caches_key(tenant: str) -> str:
-    """Hash id -> description of a tenant's named cache. The ACL rule for beliefs allows this name, and no pod's key has
-    it."""
+    """Hash id -> description of a tenant's named cache. The ACL rule for `assumed_key` allows this
+    name, and no pod's key has it."""
     return f"warmroute:{{tenant:{tenant}}}:named:belief:caches"
 
 

@@ -5,9 +5,9 @@
 
 The engine then gets `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and cannot read other engines'
 data. The rules cannot stop it from publishing under another pod's name, because all pods of a model share one stream. A
-gateway reads, asks pods for snapshots, exchanges shares and beliefs about pods that publish nothing, records the pods
-of stored conversations, and counts the use of tenants' limits. The rules of Redis 6.2 cannot stop it from writing a
-pod's snapshot, or an entry in the pod's name.
+gateway reads, asks pods for snapshots, exchanges shares and what it assumes about pods that publish nothing, records
+the pods of stored conversations, and counts the use of tenants' limits. The rules of Redis 6.2 cannot stop it from
+writing a pod's snapshot, or an entry in the pod's name.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
-from loadgen.single.arm import OpenArm, Played, sessions_of, timed_by
+from loadgen.single.arm import OpenArm, Played, fewer_than_asked, sessions_of, timed_by
 from loadgen.single.result import one_result
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
@@ -134,6 +134,7 @@ def run(argv: Sequence[str]) -> int:
     async def work(progress: Progress) -> tuple[Result, Played]:
         arm = settings.arm(settings.policy or settings.label or "server", settings.policy)
         async with OpenArm(arm, settings.target(arm), settings.load_spec(settings.seed), progress) as opened:
+            opened.notes += fewer_than_asked(planned, settings.num_prompts, "--num-prompts")
             result, played = await one_result(
                 "bench",
                 opened,

@@ -77,4 +77,7 @@ def report(result: Result, output: OutputSettings | None, prog: str) -> int:
     if unwritten is not None:
         print(f"{prog}: --out cannot be written: {unwritten}", file=sys.stderr)
         return EXIT_FAILED
+    if result.partial:
+        print(f"{prog}: stopped early; the result is of what had been measured", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0 if all(arm.summary.validity.valid for arm in result.arms) else EXIT_INVALID

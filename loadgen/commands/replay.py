@@ -20,7 +20,7 @@ from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
-from loadgen.single.arm import OpenArm, timed_by
+from loadgen.single.arm import OpenArm, fewer_than_asked, timed_by
 from loadgen.single.result import one_result
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
@@ -115,6 +115,7 @@ def run(argv: Sequence[str]) -> int:
         arm = settings.arm(settings.policy or "server", settings.policy)
         async with OpenArm(arm, settings.target(arm), settings.load_spec(settings.seed), progress) as opened:
             shown = settings.configuration()
+            opened.notes += fewer_than_asked(planned, settings.num_prompts or planned, "--num-prompts")
             result, _ = await one_result("replay", opened, workload, spec, planned, shown, flush=settings.flush_cache)
             return result
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
+import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.common.settings import Settings
@@ -28,6 +30,19 @@ class RequestSettings(Settings):
     model: str = Field("", description="model to name in requests; empty: the first of /v1/models")
     api_key: str = Field("", description="sent as 'authorization: Bearer ...'; empty: OPENAI_API_KEY, else not sent")
     header: list[str] = Field([], description="NAME=VALUE, a further header field of each request; repeatable")
+    ca_file: str = Field(
+        "",
+        description="PEM file of the authority that signed an https server's certificate; empty: the system's "
+        "authorities, which know no private one",
+    )
+    insecure: bool = Field(
+        False, description="do not verify an https server's certificate, as for a test server that signed its own"
+    )
+    extra_body: str = Field(
+        "",
+        description="JSON object of further body fields of each request, as in vLLM; they override this program's own, "
+        "such as temperature",
+    )
     ignore_eos: bool = Field(True, description="ask for answers of exact length; off for servers that refuse the field")
     request_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take as a whole")
     tokens_per_word: float = Field(0.0, ge=0, le=100, description="tokens per word of the model; 0: measured at start")
@@ -49,10 +64,24 @@ class RequestSettings(Settings):
             policy=arm.policy,
             api_key=self.api_key or os.environ.get("OPENAI_API_KEY", ""),
             headers=words_of(self.header, "--header"),
-            extra={"ignore_eos": True} if self.ignore_eos else {},
+            extra=({"ignore_eos": True} if self.ignore_eos else {}) | object_of(self.extra_body, "--extra-body"),
+            tls_ca_file=self.ca_file,
+            tls_verify=not self.insecure,
             admin_url=arm.admin_url,
             timeout_s=self.request_timeout_s,
         )
+
+    @model_validator(mode="after")
+    def _check_requests(self) -> Self:
+        object_of(self.extra_body, "--extra-body")
+        if self.ca_file and self.insecure:
+            raise ValueError("--ca-file and --insecure exclude each other: give one of them")
+        if self.ca_file:
+            try:
+                ssl.create_default_context(cafile=self.ca_file)
+            except OSError as error:
+                raise ValueError(f"--ca-file {self.ca_file} cannot be used: {error.strerror or error}") from None
+        return self
 
     def configuration(self) -> dict[str, Any]:
         """Return every setting that has a value, with secrets replaced."""
@@ -140,6 +169,19 @@ class OneArmSettings(ServerSettings):
     def _check_policy(self) -> Self:
         self.target(self.arm(policy=self.policy))  # raises if no header can hold it
         return self
+
+
+def object_of(text: str, flag: str) -> dict[str, Any]:
+    """Return the JSON object in a flag's text, empty for an empty text. Raises ValueError, which names the flag."""
+    if not text:
+        return {}
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{flag} must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {text[:80]!r}")
+    return value
 
 
 def words_of(texts: list[str], flag: str) -> Mapping[str, str]:

@@ -34,12 +34,12 @@ def simulate_arms(
     progress: Progress,
     asked: int,
 ) -> Result:
-    """Play every arm on every scenario and return the Result. A scenario is a round; the user wanted `asked` rounds."""
-    rounds: list[dict[str, SimulatedRun]] = []
-    order: list[str] = []
-    for scenario in scenarios:
-        rounds.append({arm: play_watched(scenario, arm, progress) for arm in arms})
-        order += arms
+    """Play every arm on every scenario and return the Result. A scenario is a round; the user wanted `asked` rounds.
+
+    Ctrl-C ends it early: complete rounds count, or of the first round the arms that have been played.
+    """
+    rounds, is_partial = _rounds(scenarios, arms, baseline, progress)
+    arms = list(rounds[0])
     pods = scenarios[0].pods()
     made = tuple(_arm(arm, [runs[arm] for runs in rounds], pods) for arm in arms)
     pairs = pair(rounds) if len(arms) > 1 else None
@@ -55,13 +55,43 @@ def simulate_arms(
         facts=facts(scenarios),
         isolation=ISOLATION,
         baseline=baseline,
-        order=tuple(order),
+        order=tuple(arms) * len(rounds),
         arms=made,
         contrasts=found.found,
+        partial=is_partial,
         verdict=verdict(made, found, baseline),
-        cautions=(*cautions(made, found, baseline, len(rounds)), *unplayed(len(rounds), asked)),
+        cautions=(
+            *partial_rounds(len(rounds), arms, is_partial=is_partial),
+            *cautions(made, found, baseline, len(rounds)),
+            *(() if is_partial else unplayed(len(rounds), asked)),
+        ),
         definitions={**DEFINITIONS, **METHOD},
     )
+
+
+def _rounds(
+    scenarios: Sequence[Scenario], arms: Sequence[str], baseline: str, progress: Progress
+) -> tuple[list[dict[str, SimulatedRun]], bool]:
+    """Return the rounds, each by arm, and whether Ctrl-C ended them early."""
+    rounds: list[dict[str, SimulatedRun]] = []
+    for scenario in scenarios:
+        played: dict[str, SimulatedRun] = {}
+        try:
+            for arm in arms:
+                played[arm] = play_watched(scenario, arm, progress)
+        except KeyboardInterrupt:
+            if not rounds and baseline not in played:
+                raise
+            return rounds or [played], True
+        rounds.append(played)
+    return rounds, False
+
+
+def partial_rounds(rounds: int, arms: Sequence[str], *, is_partial: bool) -> tuple[str, ...]:
+    """Return a line for the user if Ctrl-C ended the rounds early."""
+    if not is_partial:
+        return ()
+    return (f"PARTIAL: stopped early, after {rounds} round{'s' if rounds > 1 else ''} of {', '.join(arms)}.",)
 
 
 def play_watched(scenario: Scenario, arm: str, progress: Progress) -> SimulatedRun:

@@ -57,8 +57,21 @@ def simulate_sweep(
     configuration: Mapping[str, Any],
     progress: Progress,
 ) -> Result:
-    """Return every arm's curve. An arm's own numbers are those of its knee, or of its lowest step if that saturates."""
-    curves = [_curve(scenario, arm, sweep, progress) for arm in arms]
+    """Return every arm's curve. An arm's own numbers are those of its knee, or of its lowest step if that saturates.
+
+    Ctrl-C ends it early: the steps that have been played count.
+    """
+    curves: list[_Curve] = []
+    is_partial = False
+    try:
+        for arm in arms:
+            curves.append(_Curve(arm, Search(sweep.start, sweep.precision, sweep.rates)))
+            _fill(curves[-1], scenario, sweep, progress)
+    except KeyboardInterrupt:
+        is_partial = True
+        curves = [curve for curve in curves if curve.points]
+        if not curves:
+            raise
     made = tuple(_arm(curve) for curve in curves)
     points = [_brief(p) for curve in curves for p in sorted(curve.points, key=_rate)]
     return Result(
@@ -70,17 +83,30 @@ def simulate_sweep(
         workload={"name": scenario.workload.name, **scenario.workload.about()},
         facts={**facts([scenario]), "arrivals": "Poisson, at the rate of each step"},
         isolation=ISOLATION,
-        baseline=arms[0],
+        baseline=made[0].name,
         arms=made,
         sweep=tuple(points),
+        partial=is_partial,
         verdict=tuple(_verdict(curve) for curve in curves),
-        cautions=(*cautions(made, Contrasts(()), arms[0], 4), *_short(curves, scenario.workload.length)),
+        cautions=(
+            *_cut_short(curves, is_partial),
+            *cautions(made, Contrasts(()), made[0].name, 4),
+            *_short(curves, scenario.workload.length),
+        ),
         definitions={**DEFINITIONS, **METHOD, "knee": "the highest rate below every one that saturates the fleet"},
     )
 
 
-def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -> _Curve:
-    curve = _Curve(arm, Search(sweep.start, sweep.precision, sweep.rates))
+def _cut_short(curves: Sequence[_Curve], is_partial: bool) -> tuple[str, ...]:
+    if not is_partial:
+        return ()
+    points = ", ".join(f"{len(curve.points)} of {curve.arm}" for curve in curves)
+    return (f"PARTIAL: stopped early, after these steps: {points}.",)
+
+
+def _fill(curve: _Curve, scenario: Scenario, sweep: RateSweep, progress: Progress) -> None:
+    """Play the steps of an arm."""
+    arm = curve.arm
     length = scenario.workload.length
     turns = mean_turns(scenario.workload, scenario.sessions)
     requests = math.inf if length is None else length * turns
@@ -106,7 +132,6 @@ def _curve(scenario: Scenario, arm: str, sweep: RateSweep, progress: Progress) -
             curve.reasons[rate] = why
         curve.search.add(rate, saturated=bool(why))
         curve.points.append(SweepPoint(arm=arm, rate=rate, concurrency=None, summary=summary, saturated=bool(why)))
-    return curve
 
 
 def _next(curve: _Curve, point_s: float, requests: float) -> float | None:

@@ -15,6 +15,7 @@ from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.load.arrivals import ArrivalKind
+from loadgen.load.player import take_cancellation
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
@@ -153,7 +154,12 @@ def run(argv: Sequence[str]) -> int:
     async def work(progress: Progress) -> Result:
         sweep = Sweep(what, progress, asyncio.get_running_loop().time)
         async with AsyncExitStack() as stack:
-            await sweep.run(stack)
+            try:
+                await sweep.run(stack)
+            except asyncio.CancelledError:
+                if not sweep.has_points:
+                    raise
+                sweep.is_interrupted = take_cancellation()
         return sweep_result(sweep, settings.configuration())
 
     result, status = drive(work, PROG)

@@ -26,7 +26,8 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
         lines.append(_headline(best, contrasts.ties, by_name, base))
         found = [c for c in found if c is not best]
     else:
-        lines.append(f"No arm was distinguishably faster than {baseline}{_why_not(found, by_name, base)}")
+        why = "." if invalid else _why_not(found, by_name, base)  # figures of an invalid run explain nothing
+        lines.append(f"No arm was distinguishably faster than {baseline}{why}")
     lines += [_line(c, by_name[c.arm], base) for c in found]
     judged = {c.arm for c in contrasts.found if c.metric == "ttft_mean_ms"}
     lines += [

@@ -25,7 +25,7 @@ class StreamedAnswer:
     """Sink of a streamed completion. `done` is set when the stream has ended; `failure` tells whether it failed."""
 
     __slots__ = (
-        *("done", "text", "chunk_times_s", "first_token_s"),
+        *("done", "text", "token_times_s", "first_token_s"),
         *("prompt_tokens", "cached_tokens", "output_tokens", "has_usage"),
         *("pod", "policy", "failure", "detail", "lost_connection", "finished_s"),
         *("_decoder", "_between", "_status", "_kind", "_error_body", "_stopped", "_complete", "_events"),
@@ -34,11 +34,11 @@ class StreamedAnswer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.done: asyncio.Future[None] = loop.create_future()
         self.text: list[str] = []
-        self.chunk_times_s: list[float] = []
-        """Times of all events with a choice, even if it has no text: `vllm bench serve` counts the gaps between these
-        events."""
+        self.token_times_s: list[float] = []
+        """Time of each token with text. An event that only opens a chat, ends it, or tells the usage has none. Tokens
+        of one event have the same time, as far as the event says how many it has."""
         self.first_token_s: float | None = None
-        """Time of the first event that does more than open a chat with its role."""
+        """Time of the first event that does more than open a chat with its role, even if its text is empty."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.has_usage = False
         self.pod = self.policy = ""
@@ -122,30 +122,48 @@ class StreamedAnswer:
             words = str(error.get("message", error) if isinstance(error, dict) else error)
             self.fail("error event", words, now_s)
             return
-        choices = event.get("choices") or ()
-        if choices:
-            self.chunk_times_s.append(now_s)
-        for choice in choices:
-            delta = choice.get("delta")
-            text = delta.get("content") if delta else choice.get("text")
-            if text:
-                if not isinstance(text, str):  # such as a list of parts
-                    raise TypeError(f"an event's text is a JSON {type(text).__name__}")
-                self.text.append(text)
-            if choice.get("finish_reason"):
-                self._stopped = True
-            elif not text and delta and "role" in delta and not any(map(delta.get, _OF_TOKENS)):
-                continue  # this event opens the chat; engines may send it before the first token
-            if self.first_token_s is None:
-                self.first_token_s = now_s
+        for choice in event.get("choices") or ():
+            self._take_choice(choice, now_s)
         if usage := event.get("usage"):
             self.has_usage = True
-            self.prompt_tokens = _count(usage["prompt_tokens"])
-            self.output_tokens = _count(usage["completion_tokens"])
-            self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            self.prompt_tokens = _count(usage, "prompt_tokens")
+            self.output_tokens = _count(usage, "completion_tokens")
+            self.cached_tokens = _count(usage.get("prompt_tokens_details") or {"cached_tokens": 0}, "cached_tokens")
+
+    def _take_choice(self, choice: Any, now_s: float) -> None:
+        delta = choice.get("delta")
+        text = delta.get("content") if delta else choice.get("text")
+        if text:
+            if not isinstance(text, str):  # such as a list of parts
+                raise TypeError(f"an event's text is a JSON {type(text).__name__}")
+            self.text.append(text)
+        has_tokens = bool(text or (delta and any(map(delta.get, _OF_TOKENS))))
+        if has_tokens:
+            self.token_times_s += [now_s] * _tokens_in(choice)
+        if choice.get("finish_reason"):
+            self._stopped = True
+            if not self.token_times_s:  # an answer of one token without text
+                self.token_times_s.append(now_s)
+        elif not has_tokens and delta and "role" in delta:
+            return  # this event opens the chat; engines may send it before the first token
+        if self.first_token_s is None:
+            self.first_token_s = now_s
 
 
-def _count(value: Any) -> int:
+def _tokens_in(choice: Any) -> int:
+    """Return how many tokens an event with text brings: as many as it has ids or log-probabilities, else one."""
+    logprobs = choice.get("logprobs") or {}
+    listed = choice.get("token_ids") or logprobs.get("content") or logprobs.get("tokens") or ()
+    return max(1, len(listed))
+
+
+def _count(counts: Any, name: str) -> int:
+    """Return a token count in an answer's usage. Raises ValueError, whose words are shown with the failure."""
+    value = counts.get(name)
+    if value is None and name == "cached_tokens":
+        return 0
+    if value is None or isinstance(value, bool | list | dict):
+        raise ValueError(f"usage has no number of {name}: {value!r:.40}")
     count = int(value)
     if not 0 <= count <= MAX_TOKENS:
         raise ValueError(f"usage has a count of {count:.3g} tokens")

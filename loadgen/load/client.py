@@ -155,7 +155,7 @@ class Client:
         return answer
 
     def _record(self, call: Call, answer: StreamedAnswer, sent_s: float) -> tuple[RequestRecord, str]:
-        times = answer.chunk_times_s
+        times = answer.token_times_s
         record = RequestRecord(
             session=call.session,
             turn=call.turn,
@@ -165,6 +165,7 @@ class Client:
             sent_s=sent_s,
             finished_s=answer.finished_s,
             first_token_s=answer.first_token_s,
+            last_token_s=times[-1] if times else answer.first_token_s,
             gaps_s=tuple([after - before for before, after in itertools.pairwise(times)]),
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens,

@@ -84,6 +84,9 @@ class RunSpec:
     """Maximum of requests in flight; others wait, and their latency counts from their intended send time."""
     keep_gaps: bool = False
     """Whether to keep the gaps between the chunks of each answer, on disk."""
+    keeps_partial: bool = False
+    """Whether a cancellation, such as by Ctrl-C, ends the run early instead of discarding it, once a request has ended.
+    Requests in flight then have no record."""
     worker: int = 0
     workers: int = 1
     """This process plays every `workers`-th session, beginning with session `worker`. The caps in this spec are the
@@ -115,6 +118,8 @@ class ArmRun:
     """The run's start on this machine's monotonic clock; times in `records` count from it."""
     duration_s: float
     """Seconds from the start to the end of the last request."""
+    is_partial: bool = False
+    """Whether a cancellation ended it early."""
 
 
 async def play(
@@ -129,7 +134,8 @@ async def play(
 ) -> ArmRun:
     """Play the sessions, or as many as `time_limit_s` allows. `on_record` gets each request's record when it ends.
 
-    `start_s` is an instant on the event loop's clock; None: now. Cancellation closes the requests in flight.
+    `start_s` is an instant on the event loop's clock; None: now. Cancellation closes the requests in flight; it ends
+    the run as `RunSpec.keeps_partial` says.
     """
     clock = clock_of(asyncio.get_running_loop())
     raise_file_limit()
@@ -141,12 +147,25 @@ async def play(
         log = stack.enter_context(RecordLog(start_s, keep_gaps=spec.keep_gaps, kept_keys=kept_keys))
         schedule = _Schedule(workload, spec, start_s)
         arm = _Arm(client, renderer, spec, clock, start_s, log, on_record, tally)
+        is_partial = False
         try:
             await (arm.closed_loop if spec.arrivals.kind is ArrivalKind.CLOSED else arm.open_loop)(schedule)
         except BaseExceptionGroup as group:  # all tasks fail alike, so one error is enough
             raise first_of(group) from None
+        except asyncio.CancelledError:
+            if not (spec.keeps_partial and tally.completed + tally.failed):
+                raise
+            is_partial = take_cancellation()
         duration_s = clock() - start_s
-        return ArmRun(log.finish(), await schedule.planned(arm.begun), start_s, duration_s)
+        return ArmRun(log.finish(), await schedule.planned(arm.begun), start_s, duration_s, is_partial)
+
+
+def take_cancellation() -> bool:
+    """Let the present task go on after a cancellation that it has caught. Return True."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+    return True
 
 
 class _Schedule:

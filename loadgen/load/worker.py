@@ -1,9 +1,9 @@
 """A worker process: plays its share of an arm's sessions. `python -m loadgen.load.worker`, started by `workers.py`.
 
-Standard input brings the job as a pickle, then the line `start INSTANT`; the end of the input means stop. Standard
-output gets the lines `ready`, `progress SENT COMPLETED FAILED` (a few times a second) and `done PLANNED DURATION`. By
-then the records are in the job's folder. They stay until the input ends, so nothing is left behind if the parent is
-killed.
+Standard input brings the job as a pickle, then the line `start INSTANT`, then perhaps `stop`, which ends the run early.
+The end of the input ends the process. Standard output gets the lines `ready`, `progress SENT COMPLETED FAILED` (a few
+times a second) and `done PLANNED DURATION`. By then the records are in the job's folder. They stay until the input
+ends, so nothing is left behind if the parent is killed.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def _listen(started: asyncio.Future[float], task: asyncio.Task[None]) -> None:
     line = os.read(sys.stdin.fileno(), 1024)
     if line and not started.done():
         started.set_result(float(line.split()[1]))
+    elif line:
+        task.cancel()  # `play` keeps what was measured
     else:  # the parent no longer needs this worker, or has died
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         task.cancel()

@@ -17,7 +17,7 @@ from typing import Any
 import loadgen.load.worker as worker
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.load.clock import clock_of
-from loadgen.load.player import ArmRun, RunSpec
+from loadgen.load.player import ArmRun, RunSpec, take_cancellation
 from loadgen.load.process import first_of
 from loadgen.load.target import ServerUnusable, Target
 from loadgen.measure.records import Records
@@ -46,6 +46,7 @@ class _Worker:
         self.counts = (0, 0, 0)
         self.planned = 0
         self.duration_s = 0.0
+        self._is_done = False
         self._name = name
         self._process = process
         assert process.stdin is not None
@@ -66,11 +67,24 @@ class _Worker:
         with contextlib.suppress(ConnectionError):
             self._input.write(f"start {start_s!r}\n".encode())
             await self._input.drain()
+        await self._until_done(progressed)
+
+    async def end_early(self) -> None:
+        """Let the worker end its run now, and wait until it has written what was measured."""
+        with contextlib.suppress(ConnectionError):
+            self._input.write(b"stop\n")
+            await self._input.drain()
+        await self._until_done(lambda: None)
+
+    async def _until_done(self, progressed: Callable[[], None]) -> None:
+        if self._is_done:
+            return
         while (words := await self._line())[0] == "progress":
             sent, completed, failed = map(int, words[1:])
             self.counts = (sent, completed, failed)
             progressed()
         self.planned, self.duration_s = int(words[1]), float(words[2])
+        self._is_done = True
 
     async def stop(self) -> None:
         """Ask the worker to stop; kill it if it does not."""
@@ -123,10 +137,20 @@ async def _play(crew: list[_Worker], jobs: list[worker.Job], spec: RunSpec, on_p
     def progressed() -> None:
         on_progress(*(sum(counts) for counts in zip(*(one.counts for one in crew), strict=True)))
 
-    async with _deadline(LEAD_S + spec.time_limit_s + GRACE_S, "the worker processes were not done"):
-        await _together([one.play(start_s, progressed) for one in crew])
+    is_partial = False
+    try:
+        async with _deadline(LEAD_S + spec.time_limit_s + GRACE_S, "the worker processes were not done"):
+            await _together([one.play(start_s, progressed) for one in crew])
+    except asyncio.CancelledError:
+        # A worker without any ended request discards its run and ends, which fails this one.
+        if not (spec.keeps_partial and all(completed + failed for _, completed, failed in (o.counts for o in crew))):
+            raise
+        is_partial = take_cancellation()
+        async with _deadline(GRACE_S, "the worker processes did not end"):
+            await _together([one.end_early() for one in crew])
     records = Records.merge([Records.load(job.folder) for job in jobs])
-    return ArmRun(records, sum(one.planned for one in crew), start_s, max(one.duration_s for one in crew))
+    planned, duration_s = sum(one.planned for one in crew), max(one.duration_s for one in crew)
+    return ArmRun(records, planned, start_s, duration_s, is_partial)
 
 
 @contextlib.asynccontextmanager

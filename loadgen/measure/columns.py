@@ -46,6 +46,7 @@ class Columns:
     intended_s: Floats
     sent_s: Floats
     first_token_s: Floats
+    last_token_s: Floats
     finished_s: Floats
     lag_s: Floats
     prompt_tokens: Ints
@@ -75,9 +76,10 @@ class Columns:
 
     @property
     def tpot_s(self) -> Floats:
-        """Return the seconds per output token after the first; nan for answers of fewer than two tokens."""
+        """Return the seconds per output token after the first; nan for answers of fewer than two tokens. The end of the
+        stream comes later than the last token and is no part of it."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            tpot = (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
+            tpot = (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
         return np.where(self.output_tokens >= 2, tpot, np.nan)
 
 
@@ -105,6 +107,7 @@ def columns_of(runs: Sequence[Run], pods: Sequence[str] = ()) -> Columns:
         intended_s=joined("intended_s", is_time=True),
         sent_s=joined("sent_s", is_time=True),
         first_token_s=joined("first_token_s", is_time=True),
+        last_token_s=joined("last_token_s", is_time=True),
         finished_s=joined("finished_s", is_time=True),
         lag_s=joined("lag_s"),
         prompt_tokens=joined("prompt_tokens").astype(np.int64),

@@ -9,11 +9,13 @@ DEFINITIONS = {
     "ttft": "time to first token, from the intended send time to the first chunk of a token, even if its text is"
     " empty; a chunk that only opens a chat with its role does not count. Waiting in the client counts."
     " ttft_from_send, from the actual send time, is what vLLM, SGLang, AIPerf and inference-perf call TTFT",
-    "tpot": "time per output token after the first, of one request: (end - first token) / (output tokens - 1), as in"
-    " vLLM and SGLang. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is this TPOT",
-    "itl": "inter-token latency: gaps between all chunks with a choice, pooled over completed requests, as in vLLM:"
-    " those whose text is empty count, and so do the one that opens a chat and the one that ends it."
-    " Quantiles are exact to 1 %",
+    "tpot": "time per output token after the first, of one request: (last token - first token) / (output tokens - 1)."
+    " vLLM and SGLang count up to the last chunk. GuideLLM's TPOT includes the first token; its ITL, and AIPerf's, is"
+    " this TPOT",
+    "itl": "inter-token latency: gaps between tokens, pooled over completed requests. A chunk that brings no token (one"
+    " that opens a chat, ends it, or tells the usage) begins and ends no gap, unlike in vLLM, which counts all chunks"
+    " with a choice. Tokens of one chunk have a gap of 0 if the chunk has their ids or log-probabilities, else they"
+    " count as one. Quantiles are exact to 1 %",
     "e2e": "from the intended send time to the end of the answer",
     "lag": "how late the generator itself sent: actual - intended send time, minus the wait for a cap on requests in"
     f" flight. A run alone is invalid if {LATE_TWICE:g} times lag's share of the mean, median, p90 or p99 TTFT"
@@ -23,7 +25,8 @@ DEFINITIONS = {
     " request as infinitely slow and is absent if 1 % or more failed",
     "duration": "from the run's start to the end of its last request; blocks of an arm are added",
     "request_throughput": "completed requests / duration, per second; output and total token throughput likewise",
-    "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly over its answer",
+    "max_output_tokens_per_s": "most output tokens in one second, those of a request spread evenly from its first to"
+    " its last",
     "max_concurrent_requests": "most requests in flight at any time of one second, as vLLM counts; max_in_flight"
     " of a pod counts those of one instant",
     "goodput": "requests that met every objective / all requests of the schedule; failed, refused and unsent ones count"

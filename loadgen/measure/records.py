@@ -36,7 +36,10 @@ KEPT_KEYS = 2**24
 _ROW = np.dtype(
     [
         ("session", "<i8"),
-        *((name, "<f8") for name in ("intended_s", "sent_s", "first_token_s", "finished_s", "queued_s")),
+        *(
+            (name, "<f8")
+            for name in ("intended_s", "sent_s", "first_token_s", "last_token_s", "finished_s", "queued_s")
+        ),
         ("prompt_hash", "<u8"),
         *((name, "<i8") for name in ("gaps_at", "keys_at")),
         *((name, "<i4") for name in ("turn", "after", "group", "pod", "policy", "failure")),
@@ -44,7 +47,7 @@ _ROW = np.dtype(
         *((name, "<i4") for name in ("gaps_count", "keys_count", "has_usage")),
     ]
 )
-_PACKED = struct.Struct("<q5dQ2q13i")
+_PACKED = struct.Struct("<q6dQ2q13i")
 _ROWS_PER_WRITE = 1024
 _GAPS_PER_COUNT = 8192
 _TABLES = ("groups", "pods", "policies", "failures")
@@ -63,8 +66,10 @@ class RequestRecord:
     sent_s: float
     finished_s: float
     first_token_s: float | None = None
+    last_token_s: float | None = None
+    """None: with the end of the answer, if it has a token."""
     gaps_s: tuple[float, ...] = ()
-    """Times between consecutive chunks with a choice."""
+    """Times between consecutive tokens."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -107,6 +112,8 @@ class Records:
     queued_s: Floats
     first_token_s: Floats
     """nan: no token came."""
+    last_token_s: Floats
+    """nan: no token came."""
     finished_s: Floats
     prompt_tokens: Ints
     cached_tokens: Ints
@@ -140,7 +147,7 @@ class Records:
         return np.asarray(self.sent_s - self.intended_s - self.queued_s)
 
     def gaps_of(self, row: int) -> Floats:
-        """Return the gaps between one request's chunks in seconds. Raises ValueError if the log did not keep them."""
+        """Return the gaps between one request's tokens in seconds. Raises ValueError if the log did not keep them."""
         if (at := int(self._rows["gaps_at"][row])) < 0:
             raise ValueError("the gaps of each request were not kept: make the log with keep_gaps=True")
         return self._kept_gaps[at : at + int(self._rows["gaps_count"][row])]
@@ -231,7 +238,7 @@ class RecordLog:
 
     def add(self, record: RequestRecord) -> None:
         """Add the outcome of one request."""
-        start_s, first_s = self._start_s, record.first_token_s
+        start_s = self._start_s
         if record.failure is None and record.gaps_s:
             self._count_gaps(record.gaps_s)
         gaps_at = self._store_gaps(record.gaps_s) if self._keep_gaps else -1
@@ -240,7 +247,8 @@ class RecordLog:
                 record.session,
                 record.intended_s - start_s,
                 record.sent_s - start_s,
-                float("nan") if first_s is None else first_s - start_s,
+                _since(start_s, record.first_token_s),
+                _since(start_s, _last_token_s(record)),
                 record.finished_s - start_s,
                 record.queued_s,
                 record.prompt_hash,
@@ -305,6 +313,16 @@ class RecordLog:
         self._key_file.write(struct.pack(f"<{len(keys)}Q", *keys))
         self._keys_written += len(keys)
         return at
+
+
+def _last_token_s(record: RequestRecord) -> float | None:
+    if record.last_token_s is None and record.first_token_s is not None:
+        return record.finished_s
+    return record.last_token_s
+
+
+def _since(start_s: float, at_s: float | None) -> float:
+    return float("nan") if at_s is None else at_s - start_s
 
 
 def records_of(records: Iterable[RequestRecord], start_s: float = 0.0, *, keep_gaps: bool = True) -> Records:

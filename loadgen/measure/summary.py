@@ -56,7 +56,7 @@ def summarise_runs(
     columns = columns_of(runs, pods)
     done = columns.completed
     failed = int(len(columns) - done.sum())
-    first_s, finished_s = columns.first_token_s[done], columns.finished_s[done]
+    first_s, last_s = columns.first_token_s[done], columns.last_token_s[done]
     prompt_tokens, output_tokens = int(columns.prompt_tokens[done].sum()), int(columns.output_tokens[done].sum())
     cdf = not in_brief
     ttft = distribution(_known(columns.ttft_s[done]), failed=failed, percentiles=percentiles, cdf=cdf)
@@ -76,7 +76,7 @@ def summarise_runs(
         output_throughput=_ratio(output_tokens, columns.duration_s),
         total_token_throughput=_ratio(prompt_tokens + output_tokens, columns.duration_s),
         max_concurrent_requests=peak_per_second(columns.sent_s, columns.finished_s, 0.0),
-        max_output_tokens_per_s=peak_output_rate(first_s, finished_s, columns.output_tokens[done], 0.0),
+        max_output_tokens_per_s=peak_output_rate(first_s, last_s, columns.output_tokens[done], 0.0),
         prompt_tokens=prompt_tokens,
         cached_tokens=int(columns.cached_tokens[done].sum()),
         output_tokens=output_tokens,

@@ -217,6 +217,8 @@ class Result(_Model):
     arms: tuple[Arm, ...]
     contrasts: tuple[Contrast, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()
+    partial: bool = False
+    """Whether the user ended the measurement early; the figures are of what had been measured."""
     verdict: tuple[str, ...] = ()
     """Sentences, the most important first."""
     cautions: tuple[str, ...] = ()

@@ -128,7 +128,7 @@ class Gateway:
             name=f"{number:08}",
         )
         pod_of = self._serving.by_name.get
-        self._others = Peers(PeerReports(pod_of, self._chooser, self._sent_reports, clock=self._clock), Life(life))
+        self._peers = Peers(PeerReports(pod_of, self._chooser, self._sent_reports, clock=self._clock), Life(life))
 
     def pods_changed(self, pods: Sequence[str], now_s: float) -> None:
         """See `Router`."""
@@ -137,7 +137,7 @@ class Gateway:
         for pod_id in gone:
             self._index.drop(pod_id)
             del serving.by_name[pod_id]
-        self._others.drop(gone)
+        self._peers.drop(gone)
         for name in pods:
             if PodId(name) not in serving.by_name:
                 pod = Pod(
@@ -165,14 +165,7 @@ class Gateway:
             clock=self._clock,
         )
         lease.__enter__()
-        told = self._sent_reports.of(
-            choice.pod.pod_id,
-            str(request.number),
-            inbound.keys,
-            prompt_tokens=inbound.prompt_tokens,
-            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-            output_tokens=inbound.output_tokens,
-        )
+        told = self._chooser.told(inbound, choice, str(request.number))
         if told is not None:
             told.sent()
         self._open[request.number] = _Open(inbound, choice, lease, told)
@@ -231,7 +224,7 @@ class Gateway:
 
     def heard(self, message: PeerMessage, sent_at_s: float) -> None:
         """Take another gateway's message about pods that publish nothing."""
-        self._others.apply(message, sent_at_s, self._clock())
+        self._peers.apply(message, sent_at_s, self._clock())
 
     def scrapes(self) -> None:
         """Note that the pods are scraped now."""

@@ -89,7 +89,7 @@ class OpenArm:
         before = await self._metrics.read() if self.deployment.pods else None
         self._progress.arm_started(title or name, planned)
         try:
-            run = await self._play(workload, spec)
+            run = await self._play(workload, replace(spec, keeps_partial=True))
         finally:
             self._progress.arm_ended()
         self.pods |= warmed | {pod for pod in run.records.pods if pod}
@@ -158,6 +158,23 @@ def timed_by(workload: Workload, kind: ArrivalKind) -> Workload:
     """Return the workload, without its own times unless the arrivals follow them."""
     has_times = workload.length != 0 and workload.session(0).start_s is not None
     return Untimed(workload) if has_times and kind is not ArrivalKind.TRACE else workload
+
+
+def cut_short(run: ArmRun) -> tuple[str, ...]:
+    """Return a line for the user if a run was ended early."""
+    if not run.is_partial:
+        return ()
+    return (
+        f"PARTIAL: stopped after {run.duration_s:.0f} s. {len(run.records):,} of {run.planned:,} requests had ended; "
+        "the figures are of these.",
+    )
+
+
+def fewer_than_asked(planned: int, asked: int, flag: str) -> tuple[str, ...]:
+    """Return a line for the user if a data set has fewer requests than a flag asks for."""
+    if planned >= asked:
+        return ()
+    return (f"The data set has {planned:,} of the {asked:,} requests that {flag} asks for; none was sent twice.",)
 
 
 async def sessions_of_step(workload: Workload, prompts: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from loadgen.load.player import RunSpec
 from loadgen.load.target import ServerUnusable
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.result.model import Arm, Result
-from loadgen.single.arm import OpenArm, Played
+from loadgen.single.arm import OpenArm, Played, cut_short
 from loadgen.workloads.base import Workload
 
 _NOT_EMPTIED = "The prefix caches were left as they were."
@@ -51,7 +51,8 @@ async def one_result(
         facts={"arrivals": spec.arrivals.about(), "tokens per word": f"{opened.tokens_per_word:g}"},
         isolation=_EMPTIED if flush else _NOT_EMPTIED,
         arms=(arm,),
-        cautions=(*cautions([arm], Contrasts(()), arm.name, 1), *opened.notes),
+        partial=played.run.is_partial,
+        cautions=(*cut_short(played.run), *cautions([arm], Contrasts(()), arm.name, 1), *opened.notes),
         definitions=dict(DEFINITIONS),
     )
     return result, played

@@ -32,8 +32,9 @@ def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:
         baseline=arms[0].name,
         arms=tuple(arms),
         sweep=tuple(_brief(point) for curve in curves for point in sorted(curve.points, key=step_of)),
+        partial=sweep.is_interrupted,
         verdict=tuple(_verdict(curve, sweep) for curve in curves),
-        cautions=_cautions(sweep, arms),
+        cautions=(*_cut_short(sweep), *_cautions(sweep, arms)),
         definitions={**DEFINITIONS, **_rules(plan.ttft_growth)},
     )
 
@@ -47,6 +48,13 @@ def knee(curve: Curve) -> SweepPoint | None:
 def best(curve: Curve) -> SweepPoint:
     """Return the step with the most good requests per second, saturated or not."""
     return max(curve.points, key=lambda point: _served(point.summary))
+
+
+def _cut_short(sweep: Sweep) -> tuple[str, ...]:
+    if not sweep.is_interrupted:
+        return ()
+    points = sum(len(curve.points) for curve in sweep.curves)
+    return (f"PARTIAL: stopped early, with {points} steps measured; higher and lower ones are missing.",)
 
 
 def _arm(curve: Curve) -> Arm:

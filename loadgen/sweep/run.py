@@ -15,7 +15,7 @@ from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.load.target import Target
 from loadgen.result.model import Summary, SweepPoint
-from loadgen.single.arm import LoadSpec, OpenArm, sessions_of_step
+from loadgen.single.arm import LoadSpec, OpenArm, fewer_than_asked, sessions_of_step
 from loadgen.sweep.saturation import reason
 from loadgen.sweep.search import Search
 from loadgen.workloads.base import Workload
@@ -88,6 +88,8 @@ class Sweep:
         self.isolation: Isolation | None = None
         self.is_cut_short = False
         """Whether --max-time ended the sweep."""
+        self.is_interrupted = False
+        """Whether the user ended the sweep early."""
         self.is_unconfirmed = False
         """Whether there was no time to repeat a saturated step."""
         self._progress = progress
@@ -115,6 +117,13 @@ class Sweep:
                     self._progress.note(f"{steps.words(step)} would end after --max-time {plan.max_time_s:g} s.")
                     return
                 await self._point(curve, step)
+                if self.is_interrupted:
+                    return
+
+    @property
+    def has_points(self) -> bool:
+        """Whether any step has been measured."""
+        return any(curve.points for curve in self.curves)
 
     def _fits(self, step: float) -> bool:
         return self._clock() + self._expected_s(step) <= self._end_s
@@ -133,11 +142,15 @@ class Sweep:
 
     async def _point(self, curve: Curve, step: float) -> None:
         played, why = await self._play(curve, step)
-        if why and self.plan.is_confirmed and not self._fits(step):
+        if self.is_interrupted and self.has_points:
+            return  # the steps before it are whole, and it is not
+        if self.is_interrupted:
+            why = ""
+        elif why and self.plan.is_confirmed and not self._fits(step):
             self.is_unconfirmed = True
         elif why and self.plan.is_confirmed:
             again, still = await self._play(curve, step)
-            if not still:
+            if not still and not self.is_interrupted:
                 played, why = again, ""
         if why:
             curve.reasons[step] = why
@@ -163,6 +176,10 @@ class Sweep:
             max_in_flight=plan.max_in_flight,
         )
         played = await arm.play(plan.workload, spec, planned, f"{arm.spec.name}, {plan.steps.words(step)}")
+        self.is_interrupted = played.run.is_partial
+        arm.notes += [
+            line for line in fewer_than_asked(planned, self._prompts(step), "a step") if line not in arm.notes
+        ]
         summary = arm.summary(played)
         lower = sorted((p for p in curve.points if step_of(p) < step), key=step_of)
         at_a_time = step if plan.steps.over_concurrency else 0.0

@@ -97,7 +97,10 @@ def load_sharegpt(
 def load_custom(
     dataset_path: Path, *, dataset_limit: int = 0, output_tokens: int = DEFAULT_OUTPUT_TOKENS
 ) -> TextDataset:
-    """Load JSON lines with `prompt` (text) or `messages` (chat), and maybe `output_tokens`. Raises DatasetError."""
+    """Load JSON lines with `prompt` (text) or `messages` (chat), and maybe the answer's length as one of `_LENGTHS`.
+
+    Raises DatasetError.
+    """
     entries = islice(jsonl_entries(dataset_path), dataset_limit or None)
     return TextDataset(
         "custom", str(dataset_path), _some([(_prompt(e, output_tokens),) for e in entries], dataset_path)
@@ -117,8 +120,15 @@ def _answered(entry: Entry, output_len: int) -> Iterator[TextRequest]:
         # An answer without a question, as in a conversation cut out of a longer one, cannot be requested.
 
 
+_LENGTHS = ("output_tokens", "output_len", "max_tokens")
+"""Names of the answer's length in a line: vLLM's, the one of its `--custom-output-len`, and the API's."""
+
+
 def _prompt(entry: Entry, output_tokens: int) -> TextRequest:
-    tokens = entry.whole("output_tokens", 1) if "output_tokens" in entry.fields else output_tokens
+    given = {name: entry.whole(name, 1) for name in _LENGTHS if entry.fields.get(name) is not None}
+    if len(set(given.values())) > 1:
+        raise entry.error(next(iter(given)), f"equal to {' and '.join(list(given)[1:])}")
+    tokens = next(iter(given.values()), output_tokens)
     if "messages" in entry.fields:
         said = _said(entry, "messages", "role", "content")
         if not said:

@@ -257,12 +257,16 @@ class Chooser:
         if self._sent_reports is None:
             return None
         return self._sent_reports.of(
-            choice.pod.pod_id,
-            request_id,
-            inbound.keys,
-            prompt_tokens=inbound.prompt_tokens,
-            uncached_tokens=max(0, inbound.prompt_tokens - choice.cached_tokens),
-            output_tokens=inbound.output_tokens,
+            Routed(
+                0.0,
+                self._sent_reports.next_number(),
+                choice.pod.pod_id,
+                inbound.keys,
+                inbound.prompt_tokens,
+                max(0, inbound.prompt_tokens - choice.cached_tokens),
+                inbound.output_tokens,
+                request_id,
+            )
         )
 
     def learn(self, inbound: Inbound, choice: Choice, usage: Usage) -> None:
@@ -329,6 +333,10 @@ class Chooser:
             predictor.sent_elsewhere(pod.pod_id, max(1, uncached_tokens) + output_tokens, now_s)
         work_s = prefill_s(pod.state.cost, uncached_tokens, prompt_tokens)
         self._gateways.heard(request.rpartition(".")[0], work_s, now_s - at_s, now_s)
+
+    def gateway_gone(self, gateway: str) -> None:
+        """Note that another gateway has stopped. `gateway`: its random number, as in `heard`."""
+        self._gateways.gone(gateway)
 
     def taken(self, pod: Pod, routed: Routed) -> Taken:
         """Return the cache room that another gateway's request takes on the pod, from what that gateway reports.

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from engine.contract.events import Keys
 from router.choosing.chooser import Chooser
 from router.fleet.pod import Clock, Pod
-from router.peer_sync.messages import Routed
+from router.peer_sync.messages import InFlight, Routed
 from router.peer_sync.sent_reports import SentReports
 from router.registry.speculation import Run
 from router.views.types import PodId
+
+LIVE_S = 1.0
+"""A request that went to a pod longer ago than this is one of the past: news takes some milliseconds."""
 
 
 class PeerReports:
@@ -26,34 +29,27 @@ class PeerReports:
 
     def knows(self, pod: PodId) -> bool:
         """See PeerSink. Also False for pods that publish, since gateways do not report on those."""
-        return self._pod_of(pod) is not None and self._sent_reports.is_told(pod)
+        return self._pod_of(pod) is not None and self._sent_reports.is_reported(pod)
 
     def routed(self, event: Routed, at_s: float) -> None:
         """See PeerSink."""
         if (found := self._pod_of(event.pod)) is not None:
             self._chooser.remember(event.pod, event.keys, at_s, self._chooser.taken(found, event))
-        self._sent_reports.heard(event.pod, event.session_id, event.keys, event.prompt_tokens, at_s)
+        self._sent_reports.heard(event, at_s)
 
-    def sent(
-        self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
-    ) -> None:
+    def sent(self, event: Routed | InFlight, request: str, at_s: float) -> None:
         """See PeerSink."""
-        if (found := self._pod_of(pod)) is not None:
-            self._chooser.heard(
-                found,
-                request,
-                prompt_tokens=prompt_tokens,
-                uncached_tokens=uncached_tokens,
-                output_tokens=output_tokens,
-                at_s=at_s,
-            )
-            found.state.sent_elsewhere(
-                request,
-                prompt_tokens=prompt_tokens,
-                uncached_tokens=uncached_tokens,
-                output_tokens=output_tokens,
-                now_s=at_s,
-            )
+        if (found := self._pod_of(event.pod)) is not None:
+            tokens = {
+                "prompt_tokens": event.prompt_tokens,
+                "uncached_tokens": event.uncached_tokens,
+                "output_tokens": event.output_tokens,
+            }
+            # A load, and a list of requests in flight, bring requests of the past. They show neither how late news
+            # comes nor what the others send now.
+            if isinstance(event, Routed) and self._clock() - at_s <= LIVE_S:
+                self._chooser.heard(found, request, at_s=at_s, **tokens)
+            found.state.sent_elsewhere(request, now_s=at_s, **tokens)
 
     def began(self, pod: PodId, request: str, at_s: float) -> None:
         """See PeerSink."""
@@ -64,6 +60,10 @@ class PeerReports:
         """See PeerSink."""
         if (found := self._pod_of(pod)) is not None:
             found.state.finished_elsewhere(request, now_s=at_s)
+
+    def gone(self, gateway: str) -> None:
+        """See PeerSink."""
+        self._chooser.gateway_gone(gateway)
 
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         """See PeerSink."""

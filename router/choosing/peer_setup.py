@@ -20,9 +20,9 @@ from router.peer_sync.peers import Peers
 from router.peer_sync.reader import PeerReader, PeerSyncStatus
 from router.peer_sync.sender import PeerSender
 from router.peer_sync.sent_reports import SentReports
-from router.peer_sync.shared_state import SharedState
-from router.peer_sync.wire import RedisWire
+from router.peer_sync.write_plan import WritePlan
 from router.registry.learnt import Learnt
+from router.registry.wire import RedisClock, RedisWire
 from router.views.types import PodId
 
 
@@ -65,16 +65,12 @@ class PeerSync:
         chooser: Chooser,
         sent_reports: SentReports,
         learnt: ValueKind[Learnt],
-        *,
-        stride: int,
     ) -> None:
         sink = PeerReports(pod_of, chooser, sent_reports, clock=asyncio.get_running_loop().time)
-        self._others = Peers(sink, outbox.life)
-        shared = SharedState(outbox, sink, stride, self._others)
-        self._reader_wire = RedisWire(redis_url)
-        self.publisher = PeerSender(RedisWire(redis_url), shared)
-        self.reader = PeerReader(self._reader_wire, shared)
-
+        self._peers = Peers(sink, outbox.life)
+        plan, clock = WritePlan(outbox.life), RedisClock()
+        self.sender = PeerSender(RedisWire(redis_url), outbox, self._peers, sink, plan, clock)
+        self.reader = PeerReader(RedisWire(redis_url), outbox, self._peers, sink, plan, clock)
         self._learnt = KeyedValues(redis_url, learnt)
 
     async def start(self) -> Sequence[tuple[str, Coroutine[Any, Any, None]]]:
@@ -85,7 +81,7 @@ class PeerSync:
         """
         await self._learnt.load()
         return (
-            ("telling the other gateways", self.publisher.run()),
+            ("telling the other gateways", self.sender.run()),
             ("hearing the other gateways", self.reader.run()),
             ("keeping what was learnt", self._learnt.run()),
         )
@@ -96,23 +92,22 @@ class PeerSync:
 
     def status(self) -> PeerSyncStatus:
         """See PeerSyncView."""
-        status, publisher = self.reader.status(), self.publisher
+        status, sender = self.reader.status(), self.sender
         return replace(
             status,
-            sent=publisher.sent,
-            sent_bytes=publisher.sent_bytes,
-            written=publisher.written,
-            last_error=status.last_error or publisher.last_error,
+            sent=sender.sent,
+            sent_bytes=sender.sent_bytes,
+            written=sender.written,
+            last_error=status.last_error or sender.last_error,
         )
 
     def in_flight(self) -> Counter[PodId]:
         """See PeerSyncView."""
-        return self._others.in_flight()
+        return self._peers.in_flight()
 
     async def close(self) -> None:
         """Tell the other gateways that this one ends. Call it after the tasks have ended."""
-        await asyncio.gather(self.publisher.close(), self._learnt.close())
-        await self._reader_wire.close()
+        await asyncio.gather(self.sender.close(), self._learnt.close())
 
 
 def make_peer_sync(
@@ -122,9 +117,8 @@ def make_peer_sync(
     chooser: Chooser,
     sent_reports: SentReports,
     learnt: ValueKind[Learnt],
-    stride: int,
 ) -> PeerSync | NoPeerSync:
     """Return the sharing of this gateway. `redis_url`, `outbox`: None if nothing is shared."""
     if redis_url is None or outbox is None:
         return NoPeerSync()
-    return PeerSync(redis_url, outbox, pod_of, chooser, sent_reports, learnt, stride=stride)
+    return PeerSync(redis_url, outbox, pod_of, chooser, sent_reports, learnt)

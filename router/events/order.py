@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from engine.contract.sequence import Step, step
+
 MAX_HELD = 20_000
 MAX_HELD_BYTES = 64 * 2**20
 """Batches kept while a replay runs. If there are more, none is kept, and the replay is requested again."""
@@ -90,9 +92,9 @@ class Order:
         """Take a batch as it was published."""
         if self.is_replaying or (self._has_replay and not self.is_synced):
             self._hold(seq, payload)
-        elif self.next is None or seq == self.next:
+        elif self.next is None or (found := step(self.next - 1, seq)) is Step.NEXT:
             self._take(seq, payload)
-        elif seq > self.next:
+        elif found is Step.GAP:
             self.counts.gaps += 1
             if self._has_replay and self._stuck_at != self.next:
                 self._stuck_at = self.next

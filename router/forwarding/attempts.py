@@ -89,6 +89,6 @@ class Attempts:
         session_id = self._sessions.begin(choice.pod, asked, now_s)
         report = self._chooser.told(asked, choice, session_id or arrival.request_id)
         span_id = 0 if arrival.trace is None else arrival.trace.child_id()
-        attempt = Attempt(choice, lease, now_s, report, session_id, span_id, is_on_budget)
+        attempt = Attempt(asked, choice, lease, now_s, report, session_id, span_id, is_on_budget)
         exchange.attempts.append(attempt)
         return attempt

@@ -7,7 +7,7 @@ Only its methods change it, and those of `Attempt`, of which it has one for each
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from aiohttp import web
@@ -27,6 +27,12 @@ from router.tenants.tenant import DEFAULT, Tenant
 
 CLIENT_GONE = 499
 """Status in metrics and logs of a request whose client left; it is never sent."""
+
+
+DIGEST_BYTES = 4096
+"""Bytes at the end of a body that tell requests apart."""
+_HAS_RUN = (GoesOn, Done, Broken)
+_FAILED = (Retry, Broken)
 
 
 class Urgency(NamedTuple):
@@ -66,6 +72,8 @@ class Arrival(NamedTuple):
 class Attempt:
     """One request at one pod: its load there, and its result. Times are seconds of the loop's clock."""
 
+    asked: Inbound
+    """What the pod is asked for: the request, or its rest if an earlier pod broke its stream."""
     choice: Choice
     lease: Lease
     sent_s: float
@@ -96,12 +104,12 @@ class Attempt:
     @property
     def has_run(self) -> bool:
         """Whether the pod began the work; if not, this attempt left nothing of the prompt in its cache."""
-        return isinstance(self.result, GoesOn | Done | Broken)
+        return isinstance(self.result, _HAS_RUN)
 
     @property
     def cause(self) -> Cause | None:
         """Why the attempt failed; None if it did not."""
-        return self.result.cause if isinstance(self.result, Retry | Broken) else None
+        return self.result.cause if isinstance(self.result, _FAILED) else None
 
     def __enter__(self) -> Attempt:
         """Count the attempt on its pod, here and at the other gateways."""
@@ -170,8 +178,7 @@ class Exchange:
     @property
     def spent(self) -> int:
         """Attempts so far, except at pods that only said that they are leaving: several in a row may do so."""
-        attempts = self.attempts
-        return sum([attempt.cause is not Cause.LEAVING for attempt in attempts]) if attempts else 0
+        return sum([attempt.cause is not Cause.LEAVING for attempt in self.attempts]) if self.attempts else 0
 
     @property
     def has_run(self) -> bool:
@@ -199,6 +206,13 @@ class Exchange:
         """Record what the request asks for."""
         self.inbound = inbound
         return inbound
+
+    def forget_body(self) -> None:
+        """Keep only the end of the body, which tells requests apart: it is sent, and not needed again."""
+        if self.inbound is not None:
+            self.inbound = replace(self.inbound, body=self.inbound.body[-DIGEST_BYTES:])
+            for attempt in self.attempts:
+                attempt.asked = self.inbound
 
     def waited(self, seconds: float) -> None:
         """Record a wait for an engine with room."""

@@ -15,18 +15,14 @@ from router.edge.errors import UpstreamError
 from router.engines.attempt_result import Broken, Cause, Done, GoesOn, Refused, Retry
 from router.fleet.faults import Fault
 from router.fleet.fleet import Fleet
-from router.forwarding.exchange import Attempt, Exchange
+from router.forwarding.exchange import DIGEST_BYTES, Attempt, Exchange
 from router.overload.retries import RetryBudget
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
-DIGEST_BYTES = 4096
-"""Bytes at the end of a body that tell requests apart."""
-
 
 class FailureAccounting:
-    """Counts attempts of all requests, whether this gateway or another proxy sends them. `asked`: the request, or the
-    one for its rest."""
+    """Counts attempts of all requests, whether this gateway or another proxy sends them."""
 
     def __init__(self, fleet: Fleet, chooser: Chooser, metrics: Metrics) -> None:
         self._fleet = fleet
@@ -54,12 +50,11 @@ class FailureAccounting:
         if len(exchange.attempts) > 1:
             self.settle(exchange, is_made_good=True)
 
-    def ended(self, exchange: Exchange, asked: Inbound, attempt: Attempt) -> None:
+    def ended(self, exchange: Exchange, attempt: Attempt) -> None:
         """Count an attempt that no longer counts as load. One that never ran is undone in the index."""
         attempt.ended(self._clock())
         self._end_retry(attempt)
-        if not attempt.has_run:
-            attempt.undone(self._chooser.undo(asked, attempt.choice))
+        self.undo(attempt)
         match attempt.result:
             case None | GoesOn():  # it was cancelled, or the client left
                 pass
@@ -74,13 +69,13 @@ class FailureAccounting:
                 self._failed(attempt, cause, why)
                 if cause.is_pods_fault:
                     attempt.pod.faults.doubt()
-                    attempt.takes_fault(self._fault(attempt, asked))
+                    attempt.takes_fault(self._fault(attempt))
             case Broken(cause):
-                self._broke(exchange, asked, attempt, cause)
+                self._broke(exchange, attempt, cause)
             case _:
                 assert_never(attempt.result)
 
-    def ended_at_proxy(self, exchange: Exchange, asked: Inbound, attempt: Attempt, why: str) -> None:
+    def ended_at_proxy(self, exchange: Exchange, attempt: Attempt, why: str) -> None:
         """Count an attempt that another proxy sent to the pod. Nothing here retries it, so its fault counts at once.
 
         `why`: why it failed, if it did.
@@ -95,12 +90,17 @@ class FailureAccounting:
                 self._failed(attempt, cause, why)
                 if cause.is_pods_fault:
                     attempt.pod.faults.doubt()
-                    self._fleet.blame(attempt.pod, self._fault(attempt, asked), is_begun=False)
+                    self._fleet.blame(attempt.pod, self._fault(attempt), is_begun=False)
             case Broken(cause):
                 exchange.failed(why)
-                self._broke(exchange, asked, attempt, cause)
+                self._broke(exchange, attempt, cause)
             case _:
                 assert_never(attempt.result)
+
+    def undo(self, attempt: Attempt) -> None:
+        """Undo the choice of an attempt that never ran: its prefix no longer counts as held by its pod."""
+        if not attempt.has_run:
+            attempt.undone(self._chooser.undo(attempt.asked, attempt.choice))
 
     def settle(self, exchange: Exchange, *, is_made_good: bool = False) -> None:
         """Count the fault of the pod that failed the request. If several failed it, the request is at fault, and no
@@ -124,11 +124,11 @@ class FailureAccounting:
             self._fleet.failed(attempt.pod, why)
         self._heard(attempt, cause, why)
 
-    def _broke(self, exchange: Exchange, asked: Inbound, attempt: Attempt, cause: Cause) -> None:
+    def _broke(self, exchange: Exchange, attempt: Attempt, cause: Cause) -> None:
         """Count a stream that ended wrongly after its first byte."""
         self._heard(attempt, cause, exchange.error or "")
         if cause.is_pods_fault:
-            self._fleet.blame(attempt.pod, self._fault(attempt, asked), is_begun=True)
+            self._fleet.blame(attempt.pod, self._fault(attempt), is_begun=True)
 
     def _heard(self, attempt: Attempt, cause: Cause, why: str) -> None:
         """Tell the fleet what the pod said of itself."""
@@ -138,20 +138,15 @@ class FailureAccounting:
             attempt.pod.faults.doubt()
             self._fleet.look_at(attempt.pod)  # it may have gone to sleep
 
-    def _fault(self, attempt: Attempt, asked: Inbound) -> Fault:
+    def _fault(self, attempt: Attempt) -> Fault:
         """Return the attempt as a fault of its pod."""
-        return Fault(hash(asked.body[-DIGEST_BYTES:]), attempt.sent_s, self._clock())
+        return Fault(hash(attempt.asked.body[-DIGEST_BYTES:]), attempt.sent_s, self._clock())
 
     def _end_retry(self, attempt: Attempt) -> None:
         """Take the attempt off the retry budget: it has begun to answer, or it has failed."""
         if attempt.is_on_budget:
             attempt.is_on_budget = False
             self._retries.give_back()
-
-
-def without_body(inbound: Inbound) -> Inbound:
-    """Return the request with only the end of its body, for use once the body is sent and not needed again."""
-    return replace(inbound, body=inbound.body[-DIGEST_BYTES:])
 
 
 def _forget_faults(exchange: Exchange) -> None:

@@ -56,6 +56,7 @@ from router.forwarding.running import (
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
+_ENDED = (Over, Interrupted)
 WHOLE_ATTEMPT_SHARE = 0.5
 """Share of the remaining time that an attempt at a whole answer may take while another pod is left to try."""
 
@@ -102,18 +103,17 @@ class Sender:
     ) -> Result:
         """Run the attempt, counted on its pod while it lasts, and return its result.
 
-        `rest`: what is asked in place of the whole request, if an earlier pod broke its stream. `race`: is told as soon
+        `rest`: how the answer continues the stream that an earlier pod broke, if it does. `race`: is told as soon
         as there is an answer for the client. Afterwards the request is answered, or interrupted, or its state is as
         before and the attempt has a reply. Raises OutOfResources.
         """
-        asked = running.inbound if rest is None else rest.inbound
         client_has = ClientHas.NOTHING if rest is None else ClientHas.EARLIER_PART
         opened: Opened | None = None
         try:
             with attempt:
-                deadline_s = self._deadline_s(running.exchange, asked)
-                opened = await self._open(running, attempt, asked, deadline_s)
-                result, reply = self._decide(running, attempt, asked, opened, client_has)
+                deadline_s = self._deadline_s(running.exchange, attempt.asked)
+                opened = await self._open(running, attempt, deadline_s)
+                result, reply = self._decide(running, attempt, opened, client_has)
                 if isinstance(result, Retry):
                     attempt.answered(result, reply)
                     return result
@@ -124,7 +124,7 @@ class Sender:
                     body = RestBody(opened.response, opened.take_first(), rest.rewriter)
                     opened.first = await body.begin(deadline_s)
                 attempt.answered(result, reply)
-                self._began(running, attempt, asked, opened)
+                self._began(running, attempt, opened)
                 if isinstance(result, GoesOn):
                     result = await self._pass_on(running, attempt, opened, body)
                     attempt.answered(result)
@@ -135,7 +135,7 @@ class Sender:
         finally:
             if opened is not None:
                 opened.close()
-            self._accounting.ended(running.exchange, asked, attempt)
+            self._accounting.ended(running.exchange, attempt)
         return result
 
     def _deadline_s(self, exchange: Exchange, asked: Inbound) -> float:
@@ -152,9 +152,10 @@ class Sender:
             return last_s
         return now_s + WHOLE_ATTEMPT_SHARE * (last_s - now_s)
 
-    async def _open(self, running: Running, attempt: Attempt, asked: Inbound, deadline_s: float) -> Opened:
+    async def _open(self, running: Running, attempt: Attempt, deadline_s: float) -> Opened:
         """Send the request. Raises PodFailed and OutOfResources."""
-        arrival, upload, raw = running.exchange.arrival, asked.upload, running.request.raw_headers
+        arrival, asked, raw = running.exchange.arrival, attempt.asked, running.request.raw_headers
+        upload = asked.upload
         return await open_answer(
             self._client,
             target_of(attempt.pod, asked),
@@ -172,13 +173,13 @@ class Sender:
         )
 
     def _decide(
-        self, running: Running, attempt: Attempt, asked: Inbound, opened: Opened, client_has: ClientHas
+        self, running: Running, attempt: Attempt, opened: Opened, client_has: ClientHas
     ) -> tuple[Result, web.Response | UpstreamError | None]:
         """Return the result of an attempt whose answer has begun, and what the client may get; None: it is passed on
         as it comes."""
         observed = opened.observed
         if isinstance(observed, ErrorStatus) and observed.is_unknown_path:
-            self._candidates.lacks(attempt.pod.pod_id, asked)
+            self._candidates.lacks(attempt.pod.pod_id, attempt.asked)
         result = result_of(observed, client_has, is_at_work=attempt.pod.faults.is_at_work(self._clock()))
         match result:
             case Retry(Cause.LEAVING | Cause.ABORTED as cause):
@@ -192,7 +193,7 @@ class Sender:
             case GoesOn() | Broken():
                 return result, None
 
-    def _began(self, running: Running, attempt: Attempt, asked: Inbound, opened: Opened) -> None:
+    def _began(self, running: Running, attempt: Attempt, opened: Opened) -> None:
         """Record that the pod has an answer for the client."""
         exchange, now_s = running.exchange, self._clock()
         if running.state is UNANSWERED:
@@ -203,7 +204,7 @@ class Sender:
         exchange.failed(None)
         self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
         self._accounting.began(exchange, attempt, now_s)
-        if asked.prompts == 1:  # else a stream's headers tell only of the first prompt
+        if attempt.asked.prompts == 1:  # else a stream's headers tell only of the first prompt
             usage = header_usage(opened.response.headers)
             exchange.recounted(usage)
             attempt.first_token(usage.cached_tokens)
@@ -249,7 +250,7 @@ class Sender:
             exchange.counted(usage)
             if running.inbound.prompts == 1:
                 attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
-            if not isinstance(running.state, Over | Interrupted):
+            if not isinstance(running.state, _ENDED):
                 running.cut()
         return result
 

@@ -1,24 +1,37 @@
-"""Messages between gateways as bytes. Little-endian:
+"""Gateways' messages as bytes: the head of `engine.contract.events`, then a MessagePack array.
 
-    u8 version (1) | u8 flags (1 lists_in_flight, 2 is_last) | u16 pods | u32 stride bytes | u64 life | u64 seq
-    | f64 at s | u32 chains | u32 events | u32 tail keys | u8 length, name
-    | pods: u8 length, UTF-8 | chains: u32 base, u32 shared, u32 tail, each | tail keys of all chains, u64 each
-    | events, 28 bytes each: u8 kind | u8 flag | u16 pod | f32 age s | u32 number | u32 chain | u32 a, b, c
-        | a session id for each Routed: u8 length, UTF-8; if length is 255: 16 bytes, which stand for 32 hex digits
+    SENT      at s, name, flags (1 lists_in_flight, 2 is_last), pods, chains, keys, events, session ids
+    ASSUMED   pod, written s, [age s, number of keys] of each run, keys
 
-Chains count from 1; 0 stands for no keys. A chain is the first `shared` keys of an earlier chain, `base`, and its own
-tail, because requests of one batch have their system prompts in common. No message depends on an earlier one, so a lost
-message spoils no other.
+Keys are u64 each, little-endian. A chain is base, shared, tail, u32 each: the first `shared` keys of the earlier chain
+`base`, and the next `tail` keys, because requests of one batch have their system prompts in common. Chains count from
+1; 0 stands for no keys. An event takes 28 bytes: u8 kind | u8 flag | u16 pod | f32 age s | u32 number | u32 chain |
+u32 a, b, c. Each Routed also has a session id. No message depends on an earlier one, so a lost message spoils no other.
 """
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from engine.contract.events import DecodeError, Keys, UnknownVersion, pack_keys, unpack_keys
+import msgpack
+
+from engine.contract.events import (
+    GATEWAY_VERSION,
+    HEAD_BYTES,
+    DecodeError,
+    Head,
+    Keys,
+    MessageKind,
+    pack_head,
+    pack_keys,
+    unpack_head,
+    unpack_keys,
+)
 from router.peer_sync.messages import (
+    Ask,
+    Assumed,
     Began,
     Ended,
     Event,
@@ -29,30 +42,28 @@ from router.peer_sync.messages import (
     Refuted,
     Routed,
     Undone,
-    Wish,
-    Written,
 )
+from router.registry.speculation import Run
 from router.views.types import PodId
 
-VERSION = 1
-MAX_BYTES = 8 * 2**20
-"""Of one message."""
+MAX_BYTES = 2 * 2**20
+"""Of one SENT message."""
 MAX_EVENTS = 65_536
 MAX_CHAIN_KEYS = 65_536
 """Keys of one request: 16 MiB of prompt at the default stride. Only the first keys of a longer chain are sent."""
 MAX_KEYS = 2**20
-"""Keys of all chains of a message together; shared keys count each time."""
+"""Keys of all chains of a message together, where shared keys count each time, and keys of one pod: 8 MiB."""
 MAX_TOKENS = 2**30
+_UNKNOWN = 2**32 - 1
 MAX_AGE_S = 3600.0
+MAX_USE_AGE_S = 1e7
 MAX_AT_S = 2.0**34
 """Seconds of Unix time: the year 2514."""
-MAX_NAME_BYTES = 255
-_NONE = 2**32 - 1
-
-_HEAD = struct.Struct("<BBHIQQdIII")
+MAX_NAME = 255
+"""Characters of names and session ids."""
+_LISTS_IN_FLIGHT, _LAST = 1, 2
 _CHAIN = struct.Struct("<III")
 _EVENT = struct.Struct("<BBHfIIIII")
-_LISTS_IN_FLIGHT, _LAST = 1, 2
 _KINDS: Mapping[type[Event], int] = {
     Routed: 1,
     InFlight: 2,
@@ -61,11 +72,8 @@ _KINDS: Mapping[type[Event], int] = {
     Undone: 5,
     Refuted: 6,
     Forgotten: 7,
-    Written: 8,
-    Wish: 9,
+    Ask: 8,
 }
-_HEX_ID = re.compile(r"[0-9a-f]{32}")
-_IS_HEX = 255
 
 
 def encode(message: PeerMessage) -> bytes:
@@ -76,126 +84,133 @@ def encode(message: PeerMessage) -> bytes:
     for event in message.events:
         pod = number = chain = a = b = c = flag = 0
         match event:
-            case Routed():
-                pod, number, chain = _place(pods, event.pod), event.number, chains.add(event.keys)
-                a, b, c = _tokens(event.prompt_tokens), _tokens(event.uncached_tokens), _tokens(event.output_tokens)
-                sessions.append(_pack_session(event.session_id))
-            case InFlight():
-                pod, number, flag = _place(pods, event.pod), event.number, event.has_begun
-                a, b, c = _tokens(event.prompt_tokens), _tokens(event.uncached_tokens), _tokens(event.output_tokens)
-            case Began():
-                number, a = event.number, _NONE if event.cached_tokens is None else _tokens(event.cached_tokens)
-            case Ended():
-                number = event.number
-            case Undone():
-                pod, chain = _place(pods, event.pod), chains.add(event.keys)
-            case Refuted():
-                pod, chain = _place(pods, event.pod), chains.add(event.keys)
-                a, b = event.held_strides, _tokens(event.cached_tokens)
-            case Forgotten():
-                pod, flag = _place(pods, event.pod), event.is_sure
-            case Written():
-                pod, flag = _place(pods, event.pod), event.is_recovery | 2 * event.is_answer
-            case Wish():
-                a, b = event.life & _NONE, event.life >> 32
+            case Routed(_, number, name, keys, a, b, c, session_id):
+                pod, chain = pods.setdefault(name, len(pods)), chains.add(keys)
+                sessions.append(_cut(session_id))
+            case InFlight(_, number, name, a, b, c, flag):
+                pod = pods.setdefault(name, len(pods))
+            case Began(_, number, cached):
+                a = _UNKNOWN if cached is None else cached
+            case Ended(_, number):
+                pass
+            case Undone(_, name, keys):
+                pod, chain = pods.setdefault(name, len(pods)), chains.add(keys)
+            case Refuted(_, name, keys, a, b):
+                pod, chain = pods.setdefault(name, len(pods)), chains.add(keys)
+            case Forgotten(_, name, flag):
+                pod = pods.setdefault(name, len(pods))
+            case Ask(_, life):
+                a, b = life & _UNKNOWN, life >> 32
         age_s = min(event.age_s, MAX_AGE_S)
         events.append(_EVENT.pack(_KINDS[type(event)], flag, pod, age_s, number, chain, a, b, c))
     flags = _LISTS_IN_FLIGHT * message.lists_in_flight | _LAST * message.is_last
-    return b"".join(
-        (
-            _HEAD.pack(
-                VERSION,
-                flags,
-                len(pods),
-                message.stride,
-                message.life,
-                message.seq,
-                message.at_s,
-                len(chains.heads),
-                len(events),
-                len(chains.tails),
-            ),
-            _pack_name(message.name),
-            *map(_pack_name, pods),
-            *chains.heads,
-            pack_keys(chains.tails),
-            *events,
-            *sessions,
-        )
+    head = Head(MessageKind.SENT, message.stride, message.life, message.seq)
+    names = list(map(_cut, pods))
+    packed = b"".join(chains.heads), pack_keys(chains.tails), b"".join(events)
+    return pack_head(GATEWAY_VERSION, head) + _packed(
+        (message.at_s, _cut(message.name), flags, names, *packed, sessions)
     )
 
 
-def decode(data: bytes) -> PeerMessage:
+def encode_assumed(assumed: Assumed) -> bytes:
+    """Return the message as bytes. If there are more than MAX_KEYS keys, only the last used are kept."""
+    kept: list[Run] = []
+    room = MAX_KEYS
+    for at_s, keys in reversed(assumed.runs):
+        if room > 0:
+            kept.append((at_s, keys[-room:]))
+            room -= len(keys)
+    kept.reverse()
+    written_s = assumed.written_s
+    runs = [(min(MAX_USE_AGE_S, max(0.0, written_s - at_s)), len(keys)) for at_s, keys in kept]
+    head = Head(MessageKind.ASSUMED, assumed.stride, assumed.life, assumed.seq)
+    body = (assumed.pod, written_s, runs, b"".join([pack_keys(keys) for _, keys in kept]))
+    return pack_head(GATEWAY_VERSION, head) + _packed(body)
+
+
+def decode(data: bytes) -> PeerMessage | Assumed:
     """Return the message in `data`. Raises UnknownVersion, and DecodeError on an invalid message or absurd numbers."""
+    head = unpack_head(data, GATEWAY_VERSION)
     try:
-        return _decode(data)
-    except (struct.error, IndexError, ValueError) as error:
-        raise error if isinstance(error, DecodeError) else DecodeError(f"gateway's message: {error}") from None
+        if not head.stride or not head.epoch:
+            raise DecodeError("it has no stride or no sender")
+        if head.kind is MessageKind.ASSUMED:
+            return _assumed(head, msgpack.unpackb(data[HEAD_BYTES:], use_list=False))
+        if head.kind is not MessageKind.SENT or len(data) > MAX_BYTES:
+            raise DecodeError(f"it is of kind {head.kind} and has {len(data)} bytes")
+        return _sent(head, msgpack.unpackb(data[HEAD_BYTES:], use_list=False))
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        struct.error,
+    ) as error:
+        raise DecodeError(f"gateway's message: {error or type(error).__name__}") from None
 
 
-def _decode(data: bytes) -> PeerMessage:
-    if data and data[0] != VERSION:
-        raise UnknownVersion(f"gateway's message of version {data[0]}, expected {VERSION}: upgrade all gateways")
-    if len(data) > MAX_BYTES:
-        raise DecodeError(f"gateway's message of {len(data)} bytes, more than {MAX_BYTES}")
-    _, flags, pod_count, stride, life, seq, at_s, chain_count, event_count, tail_count = _HEAD.unpack_from(data)
-    if event_count > MAX_EVENTS or tail_count > MAX_KEYS or chain_count > event_count or pod_count > event_count:
-        raise DecodeError(f"gateway's message with {event_count} events, {chain_count} chains, {tail_count} keys")
-    name, at = _unpack_name(data, _HEAD.size)
-    pods: list[PodId] = []
-    for _ in range(pod_count):
-        pod, at = _unpack_name(data, at)
-        pods.append(PodId(pod))
-    chains, at = _unpack_chains(data, at, chain_count, tail_count)
-    if len(data) < at + event_count * _EVENT.size:
-        raise DecodeError("gateway's message is cut")
-    sessions_at = at + event_count * _EVENT.size
-    events: list[Event] = []
-    for fields in _EVENT.iter_unpack(data[at:sessions_at]):
-        kind, flag, pod_at, age_s, number, chain_at, a, b, c = fields
-        if not 0 <= age_s <= MAX_AGE_S:  # written so that NaN is refused
-            raise DecodeError(f"gateway's message with an event {age_s:g} s old")
-        event: Event
-        if kind == 1:
-            session_id, sessions_at = _unpack_session(data, sessions_at)
-            _check_tokens(a, b, c)
-            event = Routed(age_s, number, pods[pod_at], session_id, chains[chain_at], a, b, c)
-        elif kind == 4:
-            event = Ended(age_s, number)
-        elif kind == 3:
-            event = Began(age_s, number, None if a == _NONE else _checked(a))
-        elif kind == 2:
-            _check_tokens(a, b, c)
-            event = InFlight(age_s, number, pods[pod_at], a, b, c, bool(flag))
-        elif kind == 5:
-            event = Undone(age_s, pods[pod_at], chains[chain_at])
-        elif kind == 6:
-            event = Refuted(age_s, pods[pod_at], chains[chain_at], a, _checked(b))
-        elif kind == 7:
-            event = Forgotten(age_s, pods[pod_at], bool(flag))
-        elif kind == 8:
-            event = Written(age_s, pods[pod_at], bool(flag & 1), bool(flag & 2))
-        elif kind == 9:
-            event = Wish(age_s, Life(a | b << 32))
-        else:
-            raise DecodeError(f"gateway's message with an event of kind {kind}")
-        events.append(event)
-    if sessions_at != len(data):
-        raise DecodeError(f"gateway's message of {len(data)} bytes, expected {sessions_at}")
-    if not stride or not seq or not life:
-        raise DecodeError("gateway's message without stride, sequence or life")
-    if not 0 <= at_s <= MAX_AT_S:  # written so that NaN is refused
-        raise DecodeError(f"gateway's message with the time {at_s:g} s")
+def _sent(head: Head, body: Sequence[Any]) -> PeerMessage:
+    at_s, name, flags, names, chain_heads, tails, packed, sessions = body
+    _check(at_s, float, MAX_AT_S)
+    _check(flags, int, 255)
+    if not head.seq or max(len(packed) // _EVENT.size, len(names), len(chain_heads) // _CHAIN.size) > MAX_EVENTS:
+        raise DecodeError(f"number {head.seq}, {len(packed)} bytes of events, {len(names)} pods")
+    pods = [PodId(_text(pod)) for pod in names]
+    chains = _unpack_chains(chain_heads, unpack_keys(tails))
     return PeerMessage(
-        Life(life),
-        name,
-        seq,
-        stride,
-        tuple(events),
+        Life(head.epoch),
+        _text(name),
+        head.seq,
+        head.stride,
+        tuple(_events(packed, pods, chains, iter(sessions))),
         lists_in_flight=bool(flags & _LISTS_IN_FLIGHT),
         is_last=bool(flags & _LAST),
         at_s=at_s,
     )
+
+
+def _events(packed: bytes, pods: Sequence[PodId], chains: Sequence[Keys], sessions: Iterator[Any]) -> Iterator[Event]:
+    for kind, flag, pod, age_s, number, chain, a, b, c in _EVENT.iter_unpack(packed):
+        if not 0 <= age_s <= MAX_AGE_S:  # written so that NaN is refused
+            raise DecodeError(f"an event {age_s:g} s old")
+        if (b > MAX_TOKENS or c > MAX_TOKENS or (a > MAX_TOKENS and a != _UNKNOWN)) and kind != 8:
+            raise DecodeError(f"a request of {a}, {b} or {c} tokens")
+        if kind == 1:
+            yield Routed(age_s, number, pods[pod], chains[chain], a, b, c, _text(next(sessions, None)))
+        elif kind == 4:
+            yield Ended(age_s, number)
+        elif kind == 3:
+            yield Began(age_s, number, None if a == _UNKNOWN else a)
+        elif kind == 2:
+            yield InFlight(age_s, number, pods[pod], a, b, c, bool(flag))
+        elif kind == 5:
+            yield Undone(age_s, pods[pod], chains[chain])
+        elif kind == 6:
+            yield Refuted(age_s, pods[pod], chains[chain], a, b)
+        elif kind == 7:
+            yield Forgotten(age_s, pods[pod], bool(flag))
+        elif kind == 8:
+            yield Ask(age_s, Life(a | b << 32))
+        else:
+            raise DecodeError(f"an event of kind {kind}")
+
+
+def _assumed(head: Head, body: Sequence[Any]) -> Assumed:
+    pod, written_s, runs, packed = body
+    _check(written_s, float, MAX_AT_S)
+    keys = unpack_keys(packed)
+    if len(keys) > MAX_KEYS or len(runs) > len(keys):
+        raise DecodeError(f"{len(keys)} keys in {len(runs)} runs")
+    found: list[Run] = []
+    used = 0
+    for age_s, count in runs:
+        _check(age_s, float, MAX_USE_AGE_S)
+        _check(count, int, len(keys) - used)
+        found.append((written_s - age_s, keys[used : used + count]))
+        used += count
+    if used != len(keys):
+        raise DecodeError(f"{len(keys)} keys, of which its runs have {used}")
+    return Assumed(Life(head.epoch), head.seq, head.stride, PodId(_text(pod)), written_s, found)
 
 
 class _Chains:
@@ -235,72 +250,38 @@ def common(keys: Keys, others: Keys) -> int:
     return low
 
 
-def _unpack_chains(data: bytes, at: int, chain_count: int, tail_count: int) -> tuple[list[Keys], int]:
-    keys_at = at + chain_count * _CHAIN.size
-    end = keys_at + 8 * tail_count
-    if len(data) < end:
-        raise DecodeError("gateway's message is cut")
-    tails = unpack_keys(data[keys_at:end])
+def _unpack_chains(heads: Any, tails: Keys) -> list[Keys]:
     chains: list[Keys] = [()]
     used = total = 0
-    for base, shared, tail in _CHAIN.iter_unpack(data[at:keys_at]):
+    for base, shared, tail in _CHAIN.iter_unpack(heads):
         before = chains[base]  # IndexError if it is no earlier chain
         total += shared + tail
-        if shared > len(before) or total > MAX_KEYS or used + tail > tail_count:
-            raise DecodeError("gateway's message with an impossible chain of keys")
+        if shared > len(before) or total > MAX_KEYS or used + tail > len(tails):  # before memory for them is taken
+            raise DecodeError("an impossible chain of keys")
         chains.append(before[:shared] + tails[used : used + tail])
         used += tail
-    if used != tail_count:
-        raise DecodeError("gateway's message with keys that belong to no chain")
-    return chains, end
+    if used != len(tails):
+        raise DecodeError("keys that belong to no chain")
+    return chains
 
 
-def _place(pods: dict[PodId, int], pod: PodId) -> int:
-    return pods.setdefault(pod, len(pods))
+def _packed(body: tuple[Any, ...]) -> bytes:
+    packed: bytes = msgpack.packb(body, unicode_errors="replace")
+    return packed
 
 
-def _tokens(count: int) -> int:
-    return max(0, min(count, MAX_TOKENS))
+def _check(value: Any, kind: type[float], most: float) -> Any:
+    """Return the value. Raises DecodeError if it is not of the kind, or not from 0 to `most`; NaN never is."""
+    if type(value) is not kind or not 0 <= value <= most:
+        raise DecodeError(f"{value!r:.40} where a {kind.__name__} from 0 to {most:g} is expected")
+    return value
 
 
-def _checked(tokens: int) -> int:
-    if tokens > MAX_TOKENS:
-        raise DecodeError(f"gateway's message with a request of {tokens} tokens")
-    return tokens
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_NAME else text[:MAX_NAME]
 
 
-def _check_tokens(prompt: int, uncached: int, output: int) -> None:
-    _checked(max(prompt, uncached, output))
-
-
-def _pack_name(name: str) -> bytes:
-    encoded = _cut(name, MAX_NAME_BYTES)
-    return bytes((len(encoded),)) + encoded
-
-
-def _cut(text: str, size: int) -> bytes:
-    encoded = text.encode(errors="replace")
-    return encoded if len(encoded) <= size else encoded[:size].decode(errors="ignore").encode()
-
-
-def _unpack_name(data: bytes, at: int) -> tuple[str, int]:
-    end = at + 1 + data[at]
-    if end > len(data):
-        raise DecodeError("gateway's message is cut")
-    return data[at + 1 : end].decode(), end
-
-
-def _pack_session(session_id: str) -> bytes:
-    if _HEX_ID.fullmatch(session_id):
-        return b"\xff" + bytes.fromhex(session_id)
-    encoded = _cut(session_id, _IS_HEX - 1)
-    return bytes((len(encoded),)) + encoded
-
-
-def _unpack_session(data: bytes, at: int) -> tuple[str, int]:
-    length = data[at]
-    end = at + 1 + (16 if length == _IS_HEX else length)
-    if end > len(data):
-        raise DecodeError("gateway's message is cut")
-    packed = data[at + 1 : end]
-    return (packed.hex() if length == _IS_HEX else packed.decode()), end
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_NAME:
+        raise DecodeError(f"{value!r:.40} where a short text is expected")
+    return value

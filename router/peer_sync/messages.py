@@ -16,7 +16,7 @@ from router.views.types import PodId
 Life = NewType("Life", int)
 """Identifies a gateway's process, a random u64: a gateway that restarts counts as another gateway."""
 ANY_LIFE = Life(0)
-"""In a wish: any gateway that can answer."""
+"""In an Ask: any gateway that can answer."""
 
 
 class Routed(NamedTuple):
@@ -25,14 +25,14 @@ class Routed(NamedTuple):
     age_s: float
     number: int
     pod: PodId
-    session_id: str
-    """The request id that the engine gets."""
     keys: Keys
     prompt_tokens: int
     uncached_tokens: int
     """Tokens expected to be prefilled."""
     output_tokens: int
     """Expected tokens of the answer."""
+    session_id: str
+    """The request id that the engine gets."""
 
 
 class InFlight(NamedTuple):
@@ -84,7 +84,7 @@ class Refuted(NamedTuple):
 
 
 class Forgotten(NamedTuple):
-    """What was believed about a pod is not true any more. `is_sure`: the pod was emptied. Otherwise only the sender
+    """What was assumed about a pod is not true any more. `is_sure`: the pod was emptied. Otherwise only the sender
     thinks that the pod has restarted; others find that out by themselves."""
 
     age_s: float
@@ -92,30 +92,18 @@ class Forgotten(NamedTuple):
     is_sure: bool
 
 
-class Written(NamedTuple):
-    """The sender has written to Redis all that it believes about a pod."""
-
-    age_s: float
-    pod: PodId
-    is_recovery: bool
-    """The sender knows things that it could not tell: a gateway that hears this loads what was written."""
-    is_answer: bool = False
-    """The sender knows things that a recovering gateway did not: load what was written, but do not answer again."""
-
-
-class Wish(NamedTuple):
-    """Asks the gateway `life` to write what it believes, because messages of it were lost; ANY_LIFE: any one
-    gateway."""
+class Ask(NamedTuple):
+    """Asks the gateway `life` for all that it assumes, because messages of it were lost; ANY_LIFE: any one gateway."""
 
     age_s: float
     life: Life
 
 
-Event = Routed | InFlight | Began | Ended | Undone | Refuted | Forgotten | Written | Wish
+Event = Routed | InFlight | Began | Ended | Undone | Refuted | Forgotten | Ask
 
 
 class PeerMessage(NamedTuple):
-    """What one gateway tells at a time. `seq` counts the messages of one `life` from 1."""
+    """What one gateway tells at a time. `seq` counts all messages of one `life` from 1."""
 
     life: Life
     name: str
@@ -132,6 +120,19 @@ class PeerMessage(NamedTuple):
     """When the events had the given ages, by Redis's clock as the sender knows it."""
 
 
+class Assumed(NamedTuple):
+    """All that a gateway assumes about one pod: in the stream for gateways that missed something, and in a string of
+    Redis for gateways that start later. Times are seconds of Redis's clock."""
+
+    life: Life
+    seq: int
+    """Like PeerMessage's in the stream; 0 in a string."""
+    stride: int
+    pod: PodId
+    written_s: float
+    runs: Sequence[Run]
+
+
 class OnRouted(Protocol):
     """Called for each request that goes to a pod that publishes nothing, from this gateway or another one."""
 
@@ -146,11 +147,9 @@ class PeerSink(Protocol):
         """Return whether the pod is in the fleet; the sink hears of no other pods."""
 
     def routed(self, event: Routed, at_s: float) -> None:
-        """Believe that the pod holds the keys."""
+        """Assume that the pod holds the keys."""
 
-    def sent(
-        self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
-    ) -> None:
+    def sent(self, event: Routed | InFlight, request: str, at_s: float) -> None:
         """Count a request as in flight at the pod."""
 
     def began(self, pod: PodId, request: str, at_s: float) -> None:
@@ -159,18 +158,22 @@ class PeerSink(Protocol):
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         """Note that the request is not in flight any more."""
 
+    def gone(self, gateway: str) -> None:
+        """Note that a gateway has stopped, or is silent for long. `gateway`: what its requests begin with, up to the
+        dot."""
+
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
-        """Stop believing that the pod holds `keys`, unless a request later than `used_at_s` has used them."""
+        """Stop assuming that the pod holds `keys`, unless a request later than `used_at_s` has used them."""
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, at_s: float) -> None:
         """Apply a Refuted event."""
 
     def forgotten(self, pod: PodId, at_s: float) -> None:
-        """Forget what is believed about the pod, except what requests after `at_s` brought."""
+        """Forget what is assumed about the pod, except what requests after `at_s` brought."""
 
     def assume(self, pod: PodId, runs: Sequence[Run]) -> None:
-        """Believe what earlier gateways believed. `runs`: uses and their keys, in the order in which the keys would be
+        """Assume what another gateway assumed. `runs`: uses and their keys, in the order in which the keys would be
         dropped."""
 
     def assumed(self, pod: PodId) -> Sequence[Run] | None:
-        """Return all that is believed about the pod; None for an unknown pod."""
+        """Return all that is assumed about the pod; None for an unknown pod."""

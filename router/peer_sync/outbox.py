@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from engine.contract.events import Keys
 from router.peer_sync.messages import (
+    Ask,
     Began,
     Ended,
     Event,
@@ -19,22 +22,18 @@ from router.peer_sync.messages import (
     Refuted,
     Routed,
     Undone,
-    Wish,
-    Written,
 )
 from router.views.types import PodId
 
 BATCH_BYTES = 64 * 1024
 """A message ends with the event that makes it larger than this."""
 BACKLOG_BYTES = 1024 * 1024
-"""If more is waiting, it is lost, and all beliefs are written to Redis instead."""
-EVENT_BYTES = 28
-ROUTED_BYTES = 20
-"""Further bytes of a Routed, for the session's id."""
+"""If more is waiting, it is lost, and this gateway sends all that it assumes instead."""
+EVENT_BYTES = 64
+"""Most bytes of an event without its keys: a Routed, with its session's id, is the longest."""
 KEY_BYTES = 8
 RETOLD_S = 600.0
 """If messages are lost, this gateway tells again which pods were emptied in this many seconds before."""
-MAX_NUMBER = 2**32
 MAX_LISTED = 16_384
 """The most requests in flight that one message lists; others hear nothing of the rest."""
 
@@ -44,10 +43,7 @@ class _Open:
     """A request in flight."""
 
     at_s: float
-    pod: PodId
-    prompt_tokens: int
-    uncached_tokens: int
-    output_tokens: int
+    routed: Routed
     has_begun: bool = False
     is_told: bool = False
     """Whether its Routed event was taken, or lost."""
@@ -56,14 +52,14 @@ class _Open:
 class Outbox:
     """Events of this gateway that the others have not been told, oldest first, and its requests in flight.
 
-    Times are seconds of one clock that never goes back. Events that do not fit are lost. Then `has_lost` is true until
-    `mend` is called, which happens when all beliefs are written.
+    Times are seconds of one clock that never goes back. Events that do not fit are lost. Then, and if another gateway
+    has missed something, `resend_at_s` says when to send all that this gateway assumes.
     """
 
     def __init__(self, life: Life, name: str, stride: int, backlog_bytes: int = BACKLOG_BYTES) -> None:
         self.life = life
         self.name = name
-        self._stride = stride
+        self.stride = stride
         self._backlog_bytes = backlog_bytes
         self._events: deque[tuple[float, Event]] = deque()
         """Each event with its time; the ages in the events are 0."""
@@ -72,18 +68,17 @@ class Outbox:
         self._seq = 0
         self._open: dict[int, _Open] = {}
         self._lists_in_flight = False
-        self.has_lost = False
+        self.resend_at_s = math.inf
         self.lost = 0
         """Events lost since the start."""
         self.touched: set[PodId] = set()
-        """Pods about which something was told; the publisher empties this."""
+        """Pods about which something was told; the sender empties this."""
         self.forgotten_s: dict[PodId, float] = {}
         """Pod -> when it was last forgotten; the reader removes old entries."""
         self._emptied_s: dict[PodId, float] = {}
-        """Pod -> when it was last emptied for certain. `mend` tells this again, because the event may have been
-        lost."""
+        """Pod -> when it was last emptied for certain, the oldest first."""
         self._oldest_routed_s: float | None = None
-        self.on_first: Callable[[], None] = _nothing
+        self.on_first: Callable[[], None] = lambda: None
         """Called when an event is added while none was waiting to be taken, and when a Routed event is added while no
         Routed event was waiting."""
 
@@ -106,31 +101,20 @@ class Outbox:
         event."""
         return self._oldest_routed_s
 
-    def routed(
-        self,
-        pod: PodId,
-        session_id: str,
-        keys: Keys,
-        now_s: float,
-        *,
-        prompt_tokens: int,
-        uncached_tokens: int,
-        output_tokens: int,
-    ) -> int:
-        """Note that a request goes to a pod. Return its number for the calls that follow."""
-        self.touched.add(pod)
+    def next_number(self) -> int:
+        """Return a number for a request, for its Routed event and the calls that follow."""
         number = self._next_number
-        self._next_number = (number + 1) % MAX_NUMBER
-        self._open[number] = _Open(now_s, pod, prompt_tokens, uncached_tokens, output_tokens)
-        self._add(
-            Routed(0.0, number, pod, session_id, keys, prompt_tokens, uncached_tokens, output_tokens),
-            now_s,
-            ROUTED_BYTES + KEY_BYTES * len(keys),
-        )
+        self._next_number = (number + 1) % 2**32
+        return number
+
+    def routed(self, event: Routed, now_s: float) -> None:
+        """Note that a request goes to a pod. `event.number`: from `next_number`."""
+        self.touched.add(event.pod)
+        self._open[event.number] = _Open(now_s, event)
+        self._add(event, now_s, event.keys)
         if self._oldest_routed_s is None and self._events:
             self._oldest_routed_s = now_s
             self.on_first()
-        return number
 
     def began(self, number: int, now_s: float, cached_tokens: int | None) -> None:
         """Note that the request's first token came. Ignored if the request has begun or ended."""
@@ -149,15 +133,15 @@ class Outbox:
         for."""
         if keys:
             self.touched.add(pod)
-            self._add(Undone(0.0, pod, keys), sent_at_s, KEY_BYTES * len(keys))
+            self._add(Undone(0.0, pod, keys), sent_at_s, keys)
 
     def refuted(self, pod: PodId, keys: Keys, held_strides: int, cached_tokens: int, now_s: float) -> None:
-        """Note that the pod had held less than was believed."""
+        """Note that the pod had held less than was assumed."""
         self.touched.add(pod)
-        self._add(Refuted(0.0, pod, keys, held_strides, cached_tokens), now_s, KEY_BYTES * len(keys))
+        self._add(Refuted(0.0, pod, keys, held_strides, cached_tokens), now_s, keys)
 
     def forgotten(self, pod: PodId, now_s: float, *, is_sure: bool) -> None:
-        """Note that nothing is believed about the pod any more. For `is_sure` see Forgotten."""
+        """Note that nothing is assumed about the pod any more. For `is_sure` see Forgotten."""
         self.touched.add(pod)
         self.forgotten_s[pod] = now_s
         if is_sure:
@@ -165,103 +149,83 @@ class Outbox:
             self._emptied_s[pod] = now_s
         self._add(Forgotten(0.0, pod, is_sure), now_s)
 
-    def written(
-        self, pods: Iterable[PodId], now_s: float, *, is_recovery: bool = False, is_answer: bool = False
-    ) -> None:
-        """Note that the beliefs about these pods are in Redis. See Written."""
-        for pod in pods:
-            self._add(Written(0.0, pod, is_recovery, is_answer), now_s)
+    def ask(self, life: Life, now_s: float) -> None:
+        """Ask the gateway `life` for all that it assumes."""
+        self._add(Ask(0.0, life), now_s)
 
-    def wish(self, life: Life, now_s: float) -> None:
-        """Ask the gateway `life` to write what it believes."""
-        self._add(Wish(0.0, life), now_s)
+    def next_seq(self) -> int:
+        """Return the number of the next message."""
+        self._seq += 1
+        return self._seq
 
-    def list_in_flight(self) -> None:
-        """Make the next message list all requests in flight."""
-        self._lists_in_flight = True
-
-    def mend(self, now_s: float) -> None:
-        """Prepare to make good what was lost: the caller writes all beliefs, and this method tells again which pods
-        were emptied.
-
-        Otherwise a gateway that did not hear that a pod was emptied would go on believing in its keys.
-        """
-        self.has_lost = False
+    def begin_resending(self, now_s: float) -> None:
+        """Prepare to make good what was missed, before the caller sends all that it assumes: list what is in flight,
+        and tell again which pods were emptied. A gateway that did not hear that would go on assuming their keys."""
+        self.resend_at_s = math.inf
         self._lists_in_flight = True
         while self._emptied_s and now_s - (oldest := next(iter(self._emptied_s.items())))[1] > RETOLD_S:
             del self._emptied_s[oldest[0]]
         for pod, at_s in self._emptied_s.items():
             self._add(Forgotten(0.0, pod, True), at_s)
 
+    def list_in_flight(self) -> None:
+        """Make the next message list all requests in flight."""
+        self._lists_in_flight = True
+
     def take(self, now_s: float, *, is_last: bool = False) -> PeerMessage:
         """Return the next message, with as many events as fit. Without events it only shows that this gateway
         runs."""
-        self._seq += 1
         events: list[Event] = []
         lists_in_flight, self._lists_in_flight = self._lists_in_flight, False
         if lists_in_flight:
-            events = [
-                InFlight(
-                    max(0.0, now_s - request.at_s),
-                    number,
-                    request.pod,
-                    request.prompt_tokens,
-                    request.uncached_tokens,
-                    request.output_tokens,
-                    request.has_begun,
-                )
-                for number, request in islice(self._open.items(), MAX_LISTED)
-                if request.is_told
-            ]
+            for number, request in islice(self._open.items(), MAX_LISTED):
+                if request.is_told:
+                    sent = request.routed
+                    tokens = sent.prompt_tokens, sent.uncached_tokens, sent.output_tokens
+                    age_s = max(0.0, now_s - request.at_s)
+                    events.append(InFlight(age_s, number, sent.pod, *tokens, request.has_begun))
         size = 0
         while self._events and size < BATCH_BYTES:
             at_s, event = self._events.popleft()
             size += _size(event)
-            if isinstance(event, Routed) and (request := self._open.get(event.number)) is not None:
-                request.is_told = True
-            events.append(event._replace(age_s=max(0.0, now_s - at_s)))
+            if isinstance(event, Routed) and (told := self._open.get(event.number)) is not None:
+                told.is_told = True
+            older: Any = type(event)  # `_replace` takes twice as long
+            events.append(older(max(0.0, now_s - at_s), *event[1:]))
         self._size -= size
         self._oldest_routed_s = self.oldest_s  # events that are left are as urgent as a Routed
         return PeerMessage(
             self.life,
             self.name,
-            self._seq,
-            self._stride,
+            self.next_seq(),
+            self.stride,
             tuple(events),
             lists_in_flight=lists_in_flight,
             is_last=is_last,
         )
 
-    def _add(self, event: Event, now_s: float, further_bytes: int = 0) -> None:
-        size = EVENT_BYTES + further_bytes
+    def _add(self, event: Event, now_s: float, keys: Keys = ()) -> None:
+        size = EVENT_BYTES + KEY_BYTES * len(keys)
         if self._size + size > self._backlog_bytes:
-            self._lose()
+            self._lose(now_s)
             return
         self._size += size
         self._events.append((now_s, event))
         if len(self._events) == 1:
             self.on_first()
 
-    def _lose(self) -> None:
-        """Drop all events because one does not fit: the others are of no use without it. All beliefs are written
-        instead."""
+    def _lose(self, now_s: float) -> None:
+        """Drop all events because one does not fit: the others are of no use without it."""
         self.lost += 1 + len(self._events)
         self._events.clear()
         self._oldest_routed_s = None
         self._size = 0
-        self.has_lost = True
+        self.resend_at_s = now_s
         for request in self._open.values():
             request.is_told = True
 
 
 def _size(event: Event) -> int:
-    """Return the most bytes that the event takes in a message, without its pod's name."""
-    if isinstance(event, Routed):
-        return EVENT_BYTES + ROUTED_BYTES + KEY_BYTES * len(event.keys)
-    if isinstance(event, Undone | Refuted):
-        return EVENT_BYTES + KEY_BYTES * len(event.keys)
-    return EVENT_BYTES
-
-
-def _nothing() -> None:
-    """Do nothing: the publisher has not registered its callback yet."""
+    """Return what `_add` counted for the event."""
+    keys = event.keys if isinstance(event, Routed | Undone | Refuted) else ()
+    return EVENT_BYTES + KEY_BYTES * len(keys)

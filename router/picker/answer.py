@@ -105,7 +105,7 @@ class Answered:
             self._parts.candidates.lacks(attempt.pod.pod_id, exchange.inbound)
         attempt.answered(result_of(observed, ClientHas.PART if attempt.has_run else ClientHas.NOTHING))
         self._leave(attempt)  # first, so that the request no longer counts at the pod
-        self._parts.accounting.ended_at_proxy(exchange, exchange.inbound, attempt, self._why)
+        self._parts.accounting.ended_at_proxy(exchange, attempt, self._why)
 
     def close(self) -> None:
         """Note that nothing more will come."""
@@ -128,13 +128,10 @@ class Answered:
 
     def _leave(self, attempt: Attempt) -> None:
         """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""
-        inbound = self._exchange.inbound
-        assert inbound is not None
-        if inbound.prompts == 1:
+        if attempt.asked.prompts == 1:
             attempt.lease.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
         attempt.__exit__()
-        if not attempt.has_run:
-            attempt.undone(self._parts.chooser.undo(inbound, attempt.choice))
+        self._parts.accounting.undo(attempt)
 
     def _go_elsewhere(self, attempt: Attempt, served: str) -> None:
         """Move the attempt: the proxy could not use the chosen pod, and a fallback gave the answer."""

@@ -25,7 +25,6 @@ from router.endpoints.intake import KEYED
 from router.fleet.pod import Lease, Pod
 from router.forwarding.candidates import NoSuchPath
 from router.forwarding.exchange import Arrival, Exchange
-from router.forwarding.failure_accounting import without_body
 from router.picker.answer import Answered
 from router.picker.bodies import Body
 from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
@@ -134,8 +133,7 @@ class Call:
         elif exchange.attempts:
             last = exchange.attempts[-1]
             last.__exit__()
-            assert exchange.inbound is not None
-            last.undone(parts.chooser.undo(exchange.inbound, last.choice))
+            parts.accounting.undo(last)
         if self._lease is not None:
             self._lease.__exit__()
         if self._taking is not None:
@@ -303,8 +301,7 @@ class Call:
             common.body_mutation.body = body or b""
         self._body = None
         self._admitted.forget_body()
-        if exchange.inbound is not None:
-            exchange.asks(without_body(exchange.inbound))
+        exchange.forget_body()
         if is_buffered:
             return [wire.ProcessingResponse(request_body=wire.BodyResponse(response=common), dynamic_metadata=metadata)]
         first = wire.ProcessingResponse(

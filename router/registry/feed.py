@@ -1,24 +1,11 @@
-"""One pod's place in the registry's messages: whether the next message follows, and what to do if it does not.
-
-Pure: messages and times in, verdicts out.
-"""
+"""One pod's place in the registry's messages: whether the next message follows. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from engine.contract.events import RegistryMessage
-
-
-class Verdict(Enum):
-    """What to do with a delta."""
-
-    APPLY = "apply"
-    SKIP = "skip"
-    """Already contained in what was loaded."""
-    RESYNC = "resync"
-    """There is a gap, or the engine has restarted: load its snapshot."""
+from engine.contract.sequence import Step, step
 
 
 @dataclass(slots=True)
@@ -38,17 +25,13 @@ class PodFeed:
     """Whether the last message had a version that is not known here."""
     left_epoch: int | None = None
     """The epoch before the present one. If messages of it still come, a second engine uses the same id."""
-    complaint: str | None = None
-    """The last fault of the pod's messages."""
-    complained_at_s: float = 0.0
 
-    def judge(self, delta: RegistryMessage) -> Verdict:
-        """Return whether `delta` follows what was applied. Changes nothing."""
+    def judge(self, delta: RegistryMessage) -> Step:
+        """Return whether `delta` follows what was applied. After a gap, and after a restart of the engine, its snapshot
+        has to be loaded. Changes nothing."""
         if not self.synced or delta.epoch != self.epoch:
-            return Verdict.RESYNC
-        if delta.seq <= self.seq:
-            return Verdict.SKIP
-        return Verdict.APPLY if delta.seq == self.seq + 1 else Verdict.RESYNC
+            return Step.GAP
+        return step(self.seq, delta.seq)
 
     def applied(self, message: RegistryMessage, now_s: float) -> None:
         """Note that the message, a snapshot or the next delta, is in the index."""
@@ -67,12 +50,6 @@ class PodFeed:
         self.epoch, self.seq = None, 0
         self.synced = self.ever_synced = False
         self.is_unreadable = self.looked = True
-
-    def complain(self, text: str, now_s: float, remembered_s: float) -> bool:
-        """Note a fault of the pod's messages. False: the same fault was noted less than `remembered_s` ago."""
-        is_known = text == self.complaint and now_s - self.complained_at_s < remembered_s
-        self.complaint, self.complained_at_s = text, now_s
-        return not is_known
 
     def lost(self) -> None:
         """Note that a message is missing: no delta is applied until a snapshot is."""

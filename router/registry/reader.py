@@ -1,8 +1,4 @@
-"""The gateway's side of the registry: snapshots, then the stream, into the index in memory. No request waits for it.
-
-The tail is the id of the last stream entry that was read; it does not move during a load. A load reads the pod's
-snapshot, then replays the pod's entries after the snapshot up to the tail. So no entry is missed or applied twice.
-"""
+"""What engines report of themselves, from Redis into the index in memory."""
 
 from __future__ import annotations
 
@@ -12,35 +8,39 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-from redis.asyncio import Redis
-
-from engine.common.redis_client import raise_if_cancelled
-from engine.common.redis_loop import Outage, keep_trying
 from engine.contract.events import DecodeError, Decoder, MessageKind, RegistryMessage, UnknownVersion
 from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET
-from engine.contract.redis_keys import resync_key, snapshot_key, stream_key
-from router.registry.feed import PodFeed, Verdict
+from engine.contract.redis_keys import (
+    STREAM_DATA_FIELD,
+    STREAM_FETCH_FIELD,
+    STREAM_POD_FIELD,
+    resync_key,
+    snapshot_key,
+    stream_key,
+)
+from engine.contract.sequence import Step
+from router.registry.feed import PodFeed
 from router.registry.index import PrefixIndex
-from router.registry.stream import READ_ENTRIES, Delta, open_stream, read_new, read_range
+from router.registry.stream_reader import StreamReader
+from router.registry.wire import Entry, RedisWire
 from router.views.types import PodId
 
 log = logging.getLogger(__name__)
 
-POLL_MS = 100
 PAUSE_S = 0.025
 """The longest pause in a large fleet, in which new messages gather: a read costs as much as ten messages."""
 REPLAY_S = 15.0
 REPLAY_ENTRIES = 1_000_000
 LOADS_AT_A_TIME = 512
 """Pods that are loaded before the stream is read again: if more were loaded, the stream might be trimmed meanwhile."""
-SNAPSHOTS_AT_A_TIME = 8
-"""Snapshots in memory together: some MB each, 32 MiB at worst."""
 RETRY_S = 0.5
 """Seconds until a pod's snapshot is looked for again. In a large fleet, pods that were never heard wait longer."""
 EXPIRE_EVERY_S = 0.1
+
+Delta = tuple[bytes, bytes, bytes]
+"""A pod's id, its encoded message and its encoded fetch costs; empty bytes if the entry lacks one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,12 @@ class RegistryStatus:
     """Messages that could not be decoded or had absurd numbers."""
     unknown: int = 0
     """Messages of another version, which were skipped."""
+    failures: int = 0
+    """Times that Redis failed."""
 
 
-class RegistryReader:
-    """Keeps `index` equal to what the engines hold, through Redis. It survives every failure of Redis.
+class RegistryReader(StreamReader):
+    """Keeps `index` equal to what the engines hold.
 
     `on_load` gets each load report. `on_life` gets each pod that has just published, and its epoch. A pod silent for
     `lease_s` is dropped from the index.
@@ -77,7 +79,13 @@ class RegistryReader:
         lease_s: float,
         on_life: Callable[[PodId, int], None] = lambda pod, epoch: None,
     ) -> None:
-        self._redis_url = redis_url
+        super().__init__(
+            "registry",
+            RedisWire(redis_url),
+            "routing goes on with what is known",
+            silence_s=lease_s,
+            complaint_s=lease_s,
+        )
         self._index = index
         self._on_load = on_load
         self._on_life = on_life
@@ -85,17 +93,11 @@ class RegistryReader:
         self._stride = stride
         self._lease_s = lease_s
         self._feeds: dict[PodId, PodFeed] = {}
-        self._tails: dict[str, bytes] = {}
-        self._heard_at_s = 0.0
         self._applied_at_s = -math.inf
         """When a followed pod was last heard; -inf (not known) after a pod has gone."""
         self._expire_at_s = 0.0
-        self._changed = asyncio.Event()
         self._messages = 0
         self._resyncs = 0
-        self._refused = 0
-        self._unknown = 0
-        self._outage = Outage(log, "registry", "routing goes on with what is known")
 
     # -- what the rest of the gateway calls -------------------------------------------------------------------
 
@@ -111,18 +113,6 @@ class RegistryReader:
                 self._feeds[pod] = PodFeed(model)
                 if feed is not None:
                     self._index.drop(pod)  # keys of another model
-
-    async def wait_warm(self, timeout_s: float) -> bool:
-        """Wait until every known pod's snapshot is loaded or known to be absent. False: Redis did not answer in
-        time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not all(feed.looked for feed in self._feeds.values()):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def reports(self, pod: PodId) -> bool:
         """Return whether this pod has published something since it joined the fleet."""
@@ -140,8 +130,6 @@ class RegistryReader:
 
     def status(self) -> RegistryStatus:
         """Return counters and state. A fault of a pod's messages is shown for a lease."""
-        now_s = asyncio.get_running_loop().time()
-        complaints = [f.complaint for f in self._feeds.values() if now_s - f.complained_at_s < self._lease_s]
         return RegistryStatus(
             connected=self._outage.is_connected,
             pods_known=len(self._feeds),
@@ -151,56 +139,38 @@ class RegistryReader:
             resyncs=self._resyncs,
             refused=self._refused,
             unknown=self._unknown,
-            last_error=self._outage.last_error or next(filter(None, complaints), None),
+            last_error=self._last_error(),
+            failures=self._outage.failures,
         )
-
-    async def run(self) -> None:
-        """Follow the registry until cancelled."""
-        await keep_trying(self._follow, self._outage, self._lost)
-
-    async def _lost(self) -> None:
-        """Note that Redis is away: leases run out."""
-        self._expire()
 
     # -- one connection ---------------------------------------------------------------------------------------
 
-    async def _follow(self) -> None:
-        """Follow Redis until nothing has been heard for a lease; the caller then connects anew. By then the address may
-        lead to another server. Or Redis lost the stream, its clock is behind, and new entries get ids below the
-        tail."""
-        clock = asyncio.get_running_loop().time
-        self._heard_at_s = clock()
-        async with open_stream(self._redis_url) as redis:
-            self._tails.clear()
-            for feed in self._feeds.values():
-                feed.lost()  # the stream may have been trimmed meanwhile, or Redis replaced
-                feed.retry_at_s = 0.0
-            await redis.ping()
-            while clock() - self._heard_at_s <= self._lease_s:
-                raise_if_cancelled()
-                await self._load_missing(redis)
-                is_behind = await self._read(redis)
-                self._outage.succeeded()
-                if clock() >= self._expire_at_s:
-                    self._expire()
-                if not is_behind and len(self._feeds) > SMALL_FLEET:
-                    await asyncio.sleep(PAUSE_S * (1 - SMALL_FLEET / len(self._feeds)))
+    def _is_warm(self) -> bool:
+        return all(feed.looked for feed in self._feeds.values())
 
-    async def _read(self, redis: Redis) -> bool:
-        """Read and apply what is new. True: there is more."""
-        if not self._tails:
-            await asyncio.sleep(POLL_MS / 1000)
-            await redis.ping()
-            return False
-        is_behind = False
-        for model, tail, deltas in await read_new(redis, self._tails, POLL_MS):
-            self._tails[model] = tail
-            is_behind |= len(deltas) == READ_ENTRIES
-            for delta in deltas:
-                self._take(delta)
-        return is_behind
+    async def _begin(self) -> None:
+        for feed in self._feeds.values():
+            feed.lost()  # the stream may have been trimmed meanwhile, or Redis replaced
+            feed.retry_at_s = 0.0
+        await self._wire.time()
 
-    def _take(self, delta_of_pod: Delta) -> None:
+    async def _lost(self) -> None:
+        self._expire()
+        await super()._lost()
+
+    async def _tick(self, now_s: float) -> None:
+        if now_s >= self._expire_at_s:
+            self._expire()
+
+    def _pause_s(self, now_s: float) -> float:
+        pods = len(self._feeds)
+        return PAUSE_S * (1 - SMALL_FLEET / pods) if pods > SMALL_FLEET else 0.0
+
+    def _take(self, stream: str, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._take_delta(_delta(entry[1]))
+
+    def _take_delta(self, delta_of_pod: Delta) -> None:
         """Process one new delta."""
         name, data, fetch = delta_of_pod
         pod = PodId(name.decode(errors="replace"))
@@ -215,13 +185,13 @@ class RegistryReader:
         if delta is None:
             feed.lost()
             return
-        verdict = feed.judge(delta)
-        if verdict is Verdict.APPLY:
+        step = feed.judge(delta)
+        if step is Step.NEXT:
             self._apply(pod, feed, delta)
             self._on_life(pod, delta.epoch)
-        elif verdict is Verdict.RESYNC and not feed.synced:
+        elif step is Step.GAP and not feed.synced:
             feed.retry_at_s = min(feed.retry_at_s, asyncio.get_running_loop().time() + RETRY_S)
-        elif verdict is Verdict.RESYNC:
+        elif step is Step.GAP:
             self._resyncs += 1
             if delta.epoch == feed.epoch:
                 feed.lost()
@@ -233,7 +203,7 @@ class RegistryReader:
     def _met(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
         """Complain if an old epoch comes back: two engines with one id make the reader load the pod again and again."""
         if message.epoch == feed.left_epoch:
-            self._complain(pod, f"two engines publish as pod {pod}: give each its own --pod-id")
+            self._complain(f"two engines publish as pod {pod}: give each its own --pod-id")
 
     def _apply(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
         if message.kind is MessageKind.SNAPSHOT:
@@ -262,12 +232,10 @@ class RegistryReader:
         except UnknownVersion:
             raise
         except DecodeError as error:
-            self._refused += 1
-            self._complain(pod, f"pod {pod}: {error}")
+            self._refuse(f"pod {pod}", error)
             return None
         if message.stride != self._stride:
             self._complain(
-                pod,
                 f"pod {pod} computes prefix keys every {message.stride} bytes, this gateway every {self._stride}: "
                 "start both with the same --stride",
             )
@@ -276,50 +244,39 @@ class RegistryReader:
 
     # -- snapshots --------------------------------------------------------------------------------------------
 
-    async def _load_missing(self, redis: Redis) -> None:
+    async def _load(self) -> None:
         now_s = asyncio.get_running_loop().time()
         missing = (item for item in self._feeds.items() if not item[1].synced and now_s >= item[1].retry_at_s)
         due: dict[str, list[PodId]] = {}
         for pod, feed in islice(missing, LOADS_AT_A_TIME):
             due.setdefault(feed.model, []).append(pod)
         for model, pods in due.items():
-            if model not in self._tails:
-                self._tails[model] = await _last_id(redis, model)
-            await self._load(redis, model, pods)
+            if (stream := stream_key(model)) not in self._tails:
+                self._tails[stream] = await self._wire.newest(stream)
+            await self._load_pods(model, pods)
         if due:
-            self._changed.set()
+            self._loaded.set()
 
-    async def _load(self, redis: Redis, model: str, pods: list[PodId]) -> None:
+    async def _load_pods(self, model: str, pods: list[PodId]) -> None:
         replay: dict[PodId, list[Delta]] | None = None
-        for start in range(0, len(pods), SNAPSHOTS_AT_A_TIME):
-            found = await self._snapshots(redis, model, pods[start : start + SNAPSHOTS_AT_A_TIME])
-            if found and replay is None:
-                replay = await self._recent(redis, model, pods)
-            for pod, data in found.items():
-                await asyncio.sleep(0)  # requests are served between two pods
-                feed = self._feeds.get(pod)
-                if feed is not None and feed.model == model:
-                    await self._enter(redis, pod, feed, data, (replay or {}).pop(pod, []))
-
-    async def _snapshots(self, redis: Redis, model: str, pods: list[PodId]) -> dict[PodId, bytes]:
-        """Return the snapshots that exist, encoded."""
-        snapshots: list[Any] = await redis.mget([snapshot_key(model, pod) for pod in pods])
-        found = {}
-        now_s = asyncio.get_running_loop().time()
         unheard_s = RETRY_S * max(1.0, len(self._feeds) / SMALL_FLEET)
-        for pod, data in zip(pods, snapshots, strict=True):
-            feed = self._feeds.get(pod)
+        async for at, data in self._snapshots([snapshot_key(model, pod) for pod in pods]):
+            feed = self._feeds.get(pod := pods[at])
             if feed is None or feed.model != model:
                 continue
+            now_s = asyncio.get_running_loop().time()
             if data is None:
                 feed.looked = True
                 feed.retry_at_s = now_s + (RETRY_S if feed.ever_synced else min(self._lease_s, unheard_s))
-            else:
-                feed.retry_at_s = now_s + RETRY_S
-                found[pod] = data
-        return found
+                continue
+            feed.retry_at_s = now_s + RETRY_S
+            if replay is None:
+                replay = await self._recent(model, pods)
+                feed = self._feeds.get(pod)  # the fleet may have changed meanwhile
+            if feed is not None and feed.model == model:
+                await self._enter(pod, feed, data, replay.pop(pod, []))
 
-    async def _enter(self, redis: Redis, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[Delta]) -> None:
+    async def _enter(self, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[Delta]) -> None:
         """Enter one pod's snapshot, then the deltas after it."""
         try:
             snapshot = self._decode(pod, data)
@@ -334,7 +291,7 @@ class RegistryReader:
         if snapshot is None:  # it stays refused until the engine changes; a good delta leads to an earlier look
             feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
         elif not feed.synced:
-            await redis.set(resync_key(feed.model, pod), b"1", px=int(REPLAY_S * 1000))
+            await self._wire.put(resync_key(feed.model, pod), b"1", REPLAY_S)
 
     def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[Delta]) -> None:
         """Apply what came after the snapshot that was just applied."""
@@ -348,20 +305,21 @@ class RegistryReader:
             # Entries of an earlier epoch that are still in the stream say nothing about this one.
             if delta is None or delta.epoch != epoch:
                 continue
-            verdict = feed.judge(delta)
-            if verdict is Verdict.APPLY:
+            step = feed.judge(delta)
+            if step is Step.NEXT:
                 self._apply(pod, feed, delta)
-            elif verdict is Verdict.RESYNC:
+            elif step is Step.GAP:
                 feed.lost()
 
-    async def _recent(self, redis: Redis, model: str, pods: Sequence[PodId]) -> dict[PodId, list[Delta]]:
+    async def _recent(self, model: str, pods: Sequence[PodId]) -> dict[PodId, list[Delta]]:
         """Return the pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
-        seconds, _ = await redis.time()
-        since_ms = max(0, int((seconds - REPLAY_S) * 1000))
+        stream = stream_key(model)
+        since_s = await self._wire.time() - REPLAY_S
         by_name: dict[bytes, list[Delta]] = {pod.encode(): [] for pod in pods}
         seen = 0
-        async for page in read_range(redis, model, since_ms, self._tails[model]):
-            for delta in page:
+        async for page in self._wire.range(stream, since_s, self._tails[stream]):
+            for _, fields in page:
+                delta = _delta(fields)
                 if (deltas := by_name.get(delta[0])) is not None:
                     deltas.append(delta)
             seen += len(page)
@@ -369,7 +327,7 @@ class RegistryReader:
                 break
         return {pod: by_name[pod.encode()] for pod in pods}
 
-    # -- time and trouble -------------------------------------------------------------------------------------
+    # -- time -------------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -385,12 +343,9 @@ class RegistryReader:
                 feed.lost()
                 feed.epoch = None
 
-    def _complain(self, pod: PodId, text: str) -> None:
-        feed = self._feeds.get(pod)
-        if feed is not None and feed.complain(text, asyncio.get_running_loop().time(), self._lease_s):
-            log.error("registry: %s", text)
 
-
-async def _last_id(redis: Redis, model: str) -> bytes:
-    newest: Any = await redis.xrevrange(stream_key(model), count=1)
-    return bytes(newest[0][0]) if newest else b"0-0"
+def _delta(fields: Sequence[bytes]) -> Delta:
+    if len(fields) == 4 and fields[0] == STREAM_POD_FIELD and fields[2] == STREAM_DATA_FIELD:
+        return fields[1], fields[3], b""
+    named = dict(zip(fields[::2], fields[1::2], strict=False))  # with fetch costs, or in another order
+    return named.get(STREAM_POD_FIELD, b""), named.get(STREAM_DATA_FIELD, b""), named.get(STREAM_FETCH_FIELD, b"")

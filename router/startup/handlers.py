@@ -149,7 +149,6 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         chooser,
         sent_reports,
         LearntValues(fleet, estimates, index),
-        settings.stride,
     )
     app[ROOM] = WaitingRoom(
         fleet,

@@ -92,7 +92,7 @@ class LabelledGauge(Collector):
         """See `Collector`."""
         family = GaugeMetricFamily(*self._about, labels=[self._label])
         for label, value in self.values.items():
-            family.add_metric([label], value)
+            family.add_metric([label], float(value))  # not a truth value, which the SDK cannot send
         yield family
 
 

@@ -130,6 +130,10 @@ class Gateways:
         self._usual_s: float | None = None
         """Mean prefill of a request of another gateway."""
 
+    def gone(self, gateway: str) -> None:
+        """Note that another gateway has stopped: it has no pods of its own any more."""
+        self._work_s = {name: work_s for name, work_s in self._work_s.items() if name != gateway}
+
     def sent(self, work_s: float, now_s: float) -> None:
         """Count prefill that this gateway sends."""
         self._add(self._own, work_s, now_s)

@@ -23,10 +23,10 @@ from router.peer_sync.codec import decode, encode
 from router.peer_sync.messages import Life, Routed
 from router.peer_sync.outbox import Outbox
 from router.peer_sync.peers import Peers
-from router.peer_sync.wire import PeerWire, RedisWire
+from router.registry.wire import RedisWire, Wire
 from router.views.types import PodId
 from tests.redis_server import RedisServer, running_redis
-from tests.router.peer_sync.ends import Beliefs, End
+from tests.router.peer_sync.ends import Assumptions, End
 
 KEYS, SHARED, BATCH, ROUNDS = 24, 8, 17, 400
 LOADS = ((2, 125.0), (4, 125.0), (3, 1000.0), (10, 1000.0))
@@ -40,7 +40,7 @@ def main() -> None:
     rng = random.Random(1)
     head = tuple(PrefixKey(rng.getrandbits(64)) for _ in range(SHARED))
     outbox = Outbox(Life(1), "gateway-1", 256)
-    others = Peers(Beliefs(PODS), Life(2))
+    others = Peers(Assumptions(PODS), Life(2))
     path_s, encode_s, decode_s, apply_s, sizes = [], [], [], [], []
     for turn in range(ROUNDS):
         now_s = turn * 0.05
@@ -48,9 +48,8 @@ def main() -> None:
         session_id = f"{rng.getrandbits(128):032x}"
         started_s = time.process_time()
         for i, keys in enumerate(chains):
-            number = outbox.routed(
-                PODS[i], session_id, keys, now_s, prompt_tokens=1500, uncached_tokens=1000, output_tokens=128
-            )
+            number = outbox.next_number()
+            outbox.routed(Routed(0.0, number, PODS[i], keys, 1500, 1000, 128, session_id), now_s)
             outbox.began(number, now_s, None)
             outbox.ended(number, now_s)
         path_s.append(time.process_time() - started_s)
@@ -86,20 +85,14 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
         await asyncio.sleep(max(0.0, next_s - clock()))
         end = ends[number % gateways]
         now_s = clock()
-        place = end.outbox.routed(
-            PODS[number % 64],
-            f"{int(now_s * 1e9):032x}",
-            chain,
-            now_s,
-            prompt_tokens=1500,
-            uncached_tokens=1000,
-            output_tokens=128,
-        )
+        place = end.outbox.next_number()
+        session_id = f"{int(now_s * 1e9):032x}"
+        end.outbox.routed(Routed(0.0, place, PODS[number % 64], chain, 1500, 1000, 128, session_id), now_s)
         asyncio.get_running_loop().call_later(0.1, end.outbox.began, place, now_s + 0.1, None)
         asyncio.get_running_loop().call_later(0.3, end.outbox.ended, place, now_s + 0.3)
     cores = (time.process_time() - began_cpu_s) / (clock() - began_s) / gateways
     late_s = sorted(late_s for end in ends for late_s in end.late_s)
-    sent = sum(end.publisher.sent for end in ends)
+    sent = sum(end.sender.sent for end in ends)
     print(
         f"{gateways} gateways, {rate:4.0f} requests/s: heard {1e3 * statistics.mean(late_s):5.1f} ms late on average,"
         f" median {1e3 * late_s[len(late_s) // 2]:5.1f}, p90 {1e3 * late_s[len(late_s) * 9 // 10]:5.1f};"
@@ -112,7 +105,7 @@ async def lateness(server: RedisServer, gateways: int, rate: float) -> None:
 class Listening(End):
     """A gateway that measures how late it hears of others' requests."""
 
-    def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[PeerWire, PeerWire]) -> None:
+    def __init__(self, number: int, pods: Sequence[PodId], wires: tuple[Wire, Wire]) -> None:
         super().__init__(number, pods, wires)
         self.late_s: list[float] = []
         routed = self.sink.routed

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import looptime
 
 from engine.contract.keys import prefix_keys
 from router.peer_sync import pace
 from router.peer_sync.messages import Routed
-from router.peer_sync.wire import Entry
+from router.registry.wire import Entry
 from router.views.types import PodId
 from tests.router.peer_sync.ends import End, ScriptedServer, ScriptedWire
 
@@ -50,19 +50,19 @@ class PromptWire(ScriptedWire):
         super().__init__(server)
         self._counting = server
 
-    async def append(self, data: bytes, now_s: float) -> None:
+    async def append(self, stream: str, fields: Mapping[bytes, bytes], *, oldest_s: float, kept_s: float) -> None:
         self._counting.commands["XADD"] += 1
-        await super().append(data, now_s)
+        await super().append(stream, fields, oldest_s=oldest_s, kept_s=kept_s)
         self._counting.written.set()
         self._counting.written = asyncio.Event()
         await asyncio.sleep(TRIP_S)
 
-    async def read(self, after: bytes, block_ms: int) -> list[Entry]:
+    async def read(self, tails: Mapping[str, bytes], block_ms: int) -> list[tuple[str, list[Entry]]]:
         self._counting.commands["XREAD"] += 1
         deadline_s = asyncio.get_running_loop().time() + block_ms / 1000
         while True:
             written = self._counting.written
-            found = await super().read(after, 0)
+            found = await super().read(tails, 0)
             left_s = deadline_s - asyncio.get_running_loop().time()
             if found or left_s <= 0:
                 await asyncio.sleep(TRIP_S)
@@ -107,15 +107,8 @@ async def play(count: int, rate: float) -> str:
     while (next_s := next_s + rng.expovariate(rate)) < end_s:
         await asyncio.sleep(max(0.0, next_s - loop.time()))
         outbox = ends[number % count].outbox
-        place = outbox.routed(
-            PODS[number % len(PODS)],
-            "0" * 32,
-            rng.choice(CHAINS),
-            loop.time(),
-            prompt_tokens=1500,
-            uncached_tokens=1000,
-            output_tokens=128,
-        )
+        place, pod = outbox.next_number(), PODS[number % len(PODS)]
+        outbox.routed(Routed(0.0, place, pod, rng.choice(CHAINS), 1500, 1000, 128, "0" * 32), loop.time())
         loop.call_later(0.02, outbox.began, place, loop.time() + 0.02, None)
         loop.call_later(0.1, outbox.ended, place, loop.time() + 0.1)
         number += 1

@@ -45,8 +45,9 @@ from router.fleet.discovery import StaticDiscovery
 from router.fleet.fleet import Fleet
 from router.fleet.probe import HttpProbe, PodIdentity, ServedModel
 from router.registry.index import PrefixIndex
-from router.registry.reader import PAUSE_S, POLL_MS, RegistryReader
-from router.registry.stream import READ_ENTRIES
+from router.registry.reader import PAUSE_S, RegistryReader
+from router.registry.stream_reader import POLL_MS
+from router.registry.wire import READ_ENTRIES
 from router.views.types import PodId
 from tests.redis_server import running_redis
 

@@ -66,7 +66,7 @@ def an_exchange() -> Exchange:
         cached_tokens=1536,
         decision=SimpleNamespace(predicted_ttft_s=0.05, rival=None),
     )
-    attempt = Attempt(cast(Any, choice), cast(Any, None), 100.001)
+    attempt = Attempt(cast(Any, None), cast(Any, choice), cast(Any, None), 100.001)
     attempt.first_byte_s, attempt.ended_s, attempt.result = 100.05, 101.0, DONE
     attempt.span_id = 7
     exchange.attempts.append(attempt)

@@ -11,7 +11,7 @@ from loadgen.experiment.cautions import cautions
 from loadgen.experiment.lateness import judged
 from loadgen.experiment.verdict import speedup, verdict
 from loadgen.measure.summary import summarise
-from loadgen.result.model import Arm, Reuse, Summary
+from loadgen.result.model import Arm, Reuse, Summary, Validity
 from tests.loadgen.experiment.made import BASE, Rounds, arms_in, found_in, rounds_of
 from tests.loadgen.measure.builders import failed, made_run, request
 
@@ -54,6 +54,22 @@ def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str) 
     lines, _ = said([{**a, **b} for a, b in zip(one, other, strict=True)])
     assert lines[0].startswith("No arm was distinguishably faster than round_robin here.")
     assert reason in lines[0]
+
+
+def test_an_invalid_run_explains_no_cause() -> None:
+    rounds = rounds_of({BASE: 1.0, "arm": 1.0}, cached_tokens=3)
+    found = found_in(rounds)
+    spoilt = [
+        arm.model_copy(
+            update={
+                "summary": arm.summary.model_copy(update={"validity": Validity(valid=False, reasons=("it is late",))})
+            }
+        )
+        for arm in judged(arms_in(rounds), found, BASE)
+    ]
+    lines = verdict(spoilt, found, BASE)
+    assert lines[0].startswith("INVALID: ")
+    assert lines[1] == "No arm was distinguishably faster than round_robin."
 
 
 def test_prompts_that_share_nothing_are_the_reason() -> None:

@@ -95,10 +95,10 @@ def check_complete(answer: StreamedAnswer, connection: Connection, transport: Tr
     assert (answer.failure, answer.detail) == (None, "")
     assert "".join(answer.text) == "héllo \n\nwörld"
     assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (9, 3, 4)
-    assert len(answer.chunk_times_s) == 4
-    assert answer.first_token_s == answer.chunk_times_s[0]
-    assert answer.chunk_times_s == sorted(answer.chunk_times_s)
-    assert answer.chunk_times_s[-1] <= answer.finished_s
+    assert len(answer.token_times_s) == 3
+    assert answer.first_token_s == answer.token_times_s[0]
+    assert answer.token_times_s == sorted(answer.token_times_s)
+    assert answer.token_times_s[-1] <= answer.finished_s
     assert not transport.aborted
     assert not connection.closed
 
@@ -134,22 +134,23 @@ def test_a_connection_lost_anywhere_is_a_failure_unless_all_was_said(read: Read,
 def test_chunks_of_one_read_share_its_time(read: Read) -> None:
     first, rest = word("a") + word("b"), word("c") + stop() + DONE
     answer, *_ = read([STREAM_HEAD, chunk(first), chunk(rest) + LAST])
-    assert len({*answer.chunk_times_s[:2]}) == len({*answer.chunk_times_s[2:], answer.finished_s}) == 1
-    assert answer.chunk_times_s[1] < answer.chunk_times_s[2]
+    assert len(answer.token_times_s) == 3
+    assert len({*answer.token_times_s[:2]}) == len({*answer.token_times_s[2:], answer.finished_s}) == 1
+    assert answer.token_times_s[1] < answer.token_times_s[2]
 
 
 def test_an_answer_without_text_has_its_first_token_at_its_end(read: Read) -> None:
     answer, *_ = read([STREAM_HEAD, chunk(stop()), chunk(usage(5, 0) + DONE) + LAST])
     assert answer.failure is None
-    assert answer.chunk_times_s == [answer.first_token_s]
+    assert answer.token_times_s == [answer.first_token_s]
     assert answer.text == []
 
 
 def test_reasoning_counts_as_tokens_but_is_no_part_of_the_answer(read: Read) -> None:
     thought = event(choices=[{"index": 0, "delta": {"reasoning_content": "hm"}}])
     answer, *_ = read([STREAM_HEAD, chunk(thought), chunk(word("yes") + stop() + DONE) + LAST])
-    assert len(answer.chunk_times_s) == 3
-    assert answer.first_token_s == answer.chunk_times_s[0]
+    assert len(answer.token_times_s) == 2
+    assert answer.first_token_s == answer.token_times_s[0]
     assert answer.text == ["yes"]
 
 
@@ -158,26 +159,47 @@ EVENTS = {
     "role": ROLE,
     "word": word("a"),
     "no text": word(""),
+    "null": event(choices=[{"index": 0, "delta": {"content": None}}]),
+    "nothing": event(choices=[{"index": 0, "delta": {}}]),
     "completion": event(choices=[{"index": 0, "text": "", "finish_reason": None}]),
+    "thought": event(choices=[{"index": 0, "delta": {"reasoning": "hm"}}]),
+    "call": event(choices=[{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}}]),
+    "ids": event(choices=[{"index": 0, "delta": {"content": "abc"}, "token_ids": [1, 2, 3]}]),
+    "logprobs": event(choices=[{"index": 0, "text": "ab", "logprobs": {"tokens": ["a", "b"]}}]),
     "running usage": event(
         choices=[{"index": 0, "text": "b", "finish_reason": None}], usage={"prompt_tokens": 9, "completion_tokens": 1}
     ),
+    "usage": event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 1}),
     "comment": COMMENT,
     "no choice": event(choices=[]),
 }
+TOKENS = {"word": 1, "thought": 1, "call": 1, "ids": 3, "logprobs": 2, "running usage": 1}
+"""Tokens in each of the events that bring any."""
 
 
-@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12))
-def test_gaps_are_those_that_vllm_bench_serve_counts(read: Read, names: list[str]) -> None:
-    """Gaps are between all events with a choice, whatever their text; TTFT is the time of the first token."""
+@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12), st.booleans())
+def test_gaps_are_between_tokens_only(read: Read, names: list[str], ends_apart: bool) -> None:
+    """TTFT is the time of the first event that does more than open the chat, even if its text is empty."""
     names = [*names, "word"]
-    answer, *_ = read([STREAM_HEAD, *(chunk(EVENTS[name]) for name in names), chunk(stop() + DONE) + LAST])
-    assert answer.failure is None
-    times_s = [2.0 + i for i, name in enumerate(names) if name not in ("comment", "no choice")]
-    assert answer.chunk_times_s == [*times_s, 2.0 + len(names)]
-    assert answer.first_token_s == next(
-        2.0 + i for i, n in enumerate(names) if n not in ("comment", "no choice", "role")
+    chunks = [chunk(EVENTS[name]) for name in names]
+    answer, *_ = read(
+        [STREAM_HEAD, *chunks, *([chunk(stop()), chunk(DONE)] if ends_apart else [chunk(stop() + DONE)]), LAST]
     )
+    assert answer.failure is None
+    assert answer.token_times_s == [2.0 + i for i, name in enumerate(names) for _ in range(TOKENS.get(name, 0))]
+    before = ("comment", "no choice", "role", "usage")
+    assert answer.first_token_s == next(2.0 + i for i, name in enumerate(names) if name not in before)
+
+
+@given(st.sampled_from(["prompt_tokens", "completion_tokens"]), st.sampled_from(["absent", None, True, [], {}]))
+def test_a_usage_without_a_count_is_a_failure_in_words(read: Read, name: str, value: object) -> None:
+    counts: dict[str, object] = {"prompt_tokens": 9, "completion_tokens": 1, name: value}
+    if value == "absent":
+        del counts[name]
+    answer, *_ = read([STREAM_HEAD, chunk(word("a") + stop() + event(choices=[], usage=counts) + DONE) + LAST])
+    assert answer.failure == "bad answer"
+    assert f"usage has no number of {name}" in answer.detail
+    assert "Error" not in answer.detail.replace("ValueError", "")
 
 
 def test_more_than_was_asked_for_ends_the_connection(read: Read) -> None:

@@ -16,8 +16,10 @@ import pytest
 
 from loadgen.commands.simulate import run
 from loadgen.result.model import Result
+from loadgen.simulate.scenario import SimulatedRun, play
 
-SMALL = ("--pods", "3", "--sessions", "24", "--request-rate", "12", "--formats", "json")
+RATE = ("--request-rate", "12")
+SMALL = ("--pods", "3", "--sessions", "24", *RATE, "--formats", "json")
 
 
 def simulate(folder: Path, *flags: str) -> Result:
@@ -301,3 +303,38 @@ def test_ctrl_c_ends_it_without_files(tmp_path: Path) -> None:
     assert "stopped; nothing was written" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "after", "kept"),
+    [
+        ([*RATE, "--seeds", "3,4,5"], 5, ["power_of_two", "round_robin"]),
+        ([*RATE, "--seeds", "3"], 1, None),
+        ([*RATE, "--baseline", "power_of_two"], 1, ["power_of_two"]),
+        (["--sweep", "rate", "--rates", "2", "4"], 3, ["power_of_two", "round_robin"]),
+    ],
+)
+def test_ctrl_c_keeps_what_was_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], after: int, kept: list[str] | None
+) -> None:
+    """The interrupt comes during run number `after`, counted from 0."""
+    runs = 0
+
+    def interrupted(*args: Any) -> SimulatedRun:
+        nonlocal runs
+        runs += 1
+        if runs > after:
+            raise KeyboardInterrupt
+        return play(*args)
+
+    monkeypatch.setattr("loadgen.commands.simulate_result.play", interrupted)
+    small = ["--pods", "3", "--sessions", "24", "--formats", "json", "--arms", "power_of_two", "round_robin"]
+    status = run([*small, *flags, "--out", str(tmp_path / "out")])
+    assert status == 130
+    if kept is None:
+        assert not (tmp_path / "out").exists()
+        return
+    result = Result.model_validate(json.loads((tmp_path / "out" / "result.json").read_text())["result"])
+    assert result.partial
+    assert [arm.name for arm in result.arms] == kept
+    assert result.cautions[0].startswith("PARTIAL: stopped early, after ")

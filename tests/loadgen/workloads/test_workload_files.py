@@ -110,6 +110,15 @@ def test_custom_prompts(tmp_path: Path) -> None:
     assert load_custom(tmp_path / "p.jsonl", dataset_limit=2).length == 2
 
 
+@pytest.mark.parametrize("name", ["output_tokens", "output_len", "max_tokens"])
+def test_a_custom_lines_own_length_is_honoured(tmp_path: Path, name: str) -> None:
+    records = ({"prompt": "one", name: 7}, {"prompt": "two", name: None}, {"prompt": "three", name: 3, "max_tokens": 3})
+    workload = load_custom(lines(tmp_path / "p.jsonl", *records), output_tokens=4)
+    assert [workload.session(i).turns[0].output_tokens for i in range(3)] == [7, 4, 3]
+    with pytest.raises(DatasetError, match="must be equal to"):
+        load_custom(lines(tmp_path / "q.jsonl", {"prompt": "x", "output_tokens": 1, "output_len": 2}))
+
+
 @pytest.mark.parametrize(
     ("load", "record", "where", "field"),
     [

@@ -80,7 +80,7 @@ def test_a_key_of_another_gateways_prompt_has_the_tokens_that_its_length_allows(
     one.estimates.begin_with("m", LearntTokens(1000.0 * STRIDE, 1000.0 * own, 100.0))
     prompt_tokens = max(1, round(own * (strides + part)))
     keys = tuple(PrefixKey(i + 1) for i in range(strides))
-    event = Routed(0.0, 1, one.pod.pod_id, "session", keys, prompt_tokens, prompt_tokens, output_tokens)
+    event = Routed(0.0, 1, one.pod.pod_id, keys, prompt_tokens, prompt_tokens, output_tokens, "session")
     taken = one.chooser.taken(one.pod, event)
     least, most = prompt_tokens / (strides + 1), prompt_tokens / strides if strides else float("inf")
     assert taken.tokens == prompt_tokens + output_tokens

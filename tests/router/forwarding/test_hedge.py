@@ -360,10 +360,10 @@ async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int]
     inbound = cast(Inbound, SimpleNamespace(model="m", stream=True))
     for _ in range(count):
         decided.clear()
-        attempts = [Attempt(cast(Any, choices[0]), cast(Any, None), 0.0)]
+        attempts = [Attempt(inbound, cast(Any, choices[0]), cast(Any, None), 0.0)]
 
         def begin(choice: Any, attempts: list[Attempt] = attempts) -> Attempt:
-            attempts.append(Attempt(choice, cast(Any, None), 0.0))
+            attempts.append(Attempt(cast(Any, None), choice, cast(Any, None), 0.0))
             return attempts[-1]
 
         async def run(
@@ -389,10 +389,10 @@ async def test_a_client_that_leaves_as_the_second_pod_wins_is_gone(leaves: bool)
     """Both the client and the race cancel the request's task; only the race's cancellation is undone."""
     ended: list[str] = []
     pods = {name: SimpleNamespace(pod=SimpleNamespace(pod_id=name)) for name in ("first", "second")}
-    attempts = [Attempt(cast(Any, pods["first"]), cast(Any, None), 0.0)]
+    attempts = [Attempt(cast(Any, None), cast(Any, pods["first"]), cast(Any, None), 0.0)]
 
     def begin(choice: Any) -> Attempt:
-        attempts.append(Attempt(choice, cast(Any, None), 0.0))
+        attempts.append(Attempt(cast(Any, None), choice, cast(Any, None), 0.0))
         return attempts[-1]
 
     async def run(attempt: Attempt, race: Race[web.StreamResponse] | None) -> web.StreamResponse:

@@ -1,24 +1,23 @@
-"""Gateways that share beliefs, for tests: the production publisher and reader, over Redis or over a scripted server."""
+"""Gateways that share beliefs, for tests: the production sender and reader, over Redis or over a scripted server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
-from router.peer_sync.messages import Life, Routed
+from engine.contract.redis_keys import STREAM_DATA_FIELD
+from router.peer_sync.messages import InFlight, Life, Routed
 from router.peer_sync.outbox import BACKLOG_BYTES, Outbox
 from router.peer_sync.peers import Peers
 from router.peer_sync.reader import PeerReader
 from router.peer_sync.sender import PeerSender
-from router.peer_sync.shared_state import SharedState
-from router.peer_sync.wire import RETAIN_S, Entry, PeerWire
 from router.peer_sync.write_plan import WritePlan
 from router.registry.index import PrefixIndex
 from router.registry.speculation import Run
+from router.registry.wire import Entry, RedisClock, Wire
 from router.views.types import PodId
 
 STRIDE = 256
@@ -33,7 +32,7 @@ class ScriptedServer:
         self.ahead_s = ahead_s
         self.entries: list[tuple[int, bytes]] = []
         """The stream's entries: id and message."""
-        self.beliefs: dict[str, bytes] = {}
+        self.strings: dict[str, bytes] = {}
         self.is_away = False
         self.loses = 0
         """The number of coming messages that the server confirms but loses."""
@@ -51,11 +50,11 @@ class ScriptedServer:
     def flush(self) -> None:
         """Remove everything."""
         self.entries.clear()
-        self.beliefs.clear()
+        self.strings.clear()
 
 
 class ScriptedWire:
-    """A PeerWire to a scripted server."""
+    """A Wire to a scripted server."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self._server = server
@@ -64,7 +63,7 @@ class ScriptedWire:
         await self._check()
         return self._server.now_s()
 
-    async def append(self, data: bytes, now_s: float) -> None:
+    async def append(self, stream: str, fields: Mapping[bytes, bytes], *, oldest_s: float, kept_s: float) -> None:
         await self._check()
         server = self._server
         delay_s, server.delay_s = server.delay_s, 0.0
@@ -73,36 +72,37 @@ class ScriptedWire:
         if server.loses:
             server.loses -= 1
             return
+        ((_, data),) = fields.items()
         server.entries.append((server._last, data))
-        oldest = (now_s - RETAIN_S) * 1_000_000
-        while server.entries[0][0] < oldest:
+        while server.entries[0][0] < oldest_s * 1_000_000:
             server.entries.pop(0)
 
-    async def newest(self) -> bytes:
+    async def newest(self, stream: str) -> bytes:
         await self._check()
         return _id(self._server.entries[-1][0]) if self._server.entries else b"0-0"
 
-    async def read(self, after: bytes, block_ms: int) -> list[Entry]:
+    async def read(self, tails: Mapping[str, bytes], block_ms: int) -> list[tuple[str, list[Entry]]]:
         await self._check()
+        ((stream, after),) = tails.items()
         for _ in range(2):
-            found = [(_id(number), data) for number, data in self._server.entries if number > _number(after)]
+            found = [_entry(number, data) for number, data in self._server.entries if number > _number(after)]
             if found:
-                return found
+                return [(stream, found)]
             await asyncio.sleep(block_ms / 1000)
         return []
 
-    async def range(self, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
+    async def range(self, stream: str, since_s: float, until: bytes) -> AsyncIterator[list[Entry]]:
         await self._check()
         first, last = since_s * 1_000_000, _number(until)
-        yield [(_id(number), data) for number, data in self._server.entries if first <= number <= last]
+        yield [_entry(number, data) for number, data in self._server.entries if first <= number <= last]
 
-    async def put(self, pod: str, data: bytes) -> None:
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         await self._check()
-        self._server.beliefs[pod] = data
+        return [self._server.strings.get(key) for key in keys]
 
-    async def get(self, pods: Sequence[str]) -> list[bytes | None]:
+    async def put(self, key: str, data: bytes, kept_s: float) -> None:
         await self._check()
-        return [self._server.beliefs.get(pod) for pod in pods]
+        self._server.strings[key] = data
 
     async def reset(self) -> None:
         pass
@@ -116,6 +116,10 @@ class ScriptedWire:
             raise ConnectionError("away")
 
 
+def _entry(number: int, data: bytes) -> Entry:
+    return _id(number), (STREAM_DATA_FIELD, data)
+
+
 def _id(number: int) -> bytes:
     return f"{number // 1000}-{number % 1000}".encode()
 
@@ -125,7 +129,7 @@ def _number(entry_id: bytes) -> int:
     return int(ms) * 1000 + int(n)
 
 
-class Beliefs:
+class Assumptions:
     """A PeerSink that has an index and knows the requests in flight."""
 
     def __init__(self, pods: Sequence[PodId]) -> None:
@@ -142,11 +146,9 @@ class Beliefs:
         self.index.speculate(event.pod, event.keys, at_s, TTL_S)
         self.heard.append((event.pod, event.session_id, event.keys, event.prompt_tokens, at_s))
 
-    def sent(
-        self, pod: PodId, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
-    ) -> None:
+    def sent(self, event: Routed | InFlight, request: str, at_s: float) -> None:
         assert request not in self.in_flight
-        self.in_flight[request] = pod, False
+        self.in_flight[request] = event.pod, False
 
     def began(self, pod: PodId, request: str, at_s: float) -> None:
         assert self.in_flight[request][0] == pod
@@ -154,6 +156,9 @@ class Beliefs:
 
     def finished(self, pod: PodId, request: str, at_s: float) -> None:
         assert self.in_flight.pop(request)[0] == pod
+
+    def gone(self, gateway: str) -> None:
+        assert not any(request.startswith(f"{gateway}.") for request in self.in_flight)
 
     def undone(self, pod: PodId, keys: Keys, used_at_s: float) -> None:
         self.index.forget_unused(pod, keys, used_at_s)
@@ -176,29 +181,30 @@ class Beliefs:
 
 
 class End:
-    """One gateway: its publisher, its reader and what it believes."""
+    """One gateway: its sender, its reader and what it assumes."""
 
     def __init__(
         self,
         number: int,
         pods: Sequence[PodId],
-        wires: tuple[PeerWire, PeerWire],
+        wires: tuple[Wire, Wire],
         *,
         stride: int = STRIDE,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
-        self.sink = Beliefs(pods)
+        self.sink = Assumptions(pods)
         self.outbox = Outbox(Life(number), f"gateway-{number}", stride, backlog_bytes)
-        self.others = Peers(self.sink, Life(number))
-        shared = SharedState(self.outbox, self.sink, stride, self.others, WritePlan(random.Random(number)))
-        self.publisher, self.reader = PeerSender(wires[0], shared), PeerReader(wires[1], shared)
+        self.peers = Peers(self.sink, Life(number))
+        plan, clock = WritePlan(Life(number)), RedisClock()
+        self.sender = PeerSender(wires[0], self.outbox, self.peers, self.sink, plan, clock)
+        self.reader = PeerReader(wires[1], self.outbox, self.peers, self.sink, plan, clock)
         self._wires = wires
         self._stack = contextlib.AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         self.reader.set_pods(self.sink.pods, ())
-        self._tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.reader.run())]
+        self._tasks = [asyncio.create_task(self.sender.run()), asyncio.create_task(self.reader.run())]
 
     async def kill(self) -> None:
         """End the gateway without a last message."""
@@ -214,16 +220,16 @@ class End:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        await self.publisher.close()
+        await self.sender.close()
         await self._wires[1].close()
 
     def route(self, pod: PodId, keys: Keys, *, tokens: int = 100) -> int:
         """Send a request to the pod, and return its number."""
         now_s = asyncio.get_running_loop().time()
         self.sink.index.speculate(pod, keys, now_s, TTL_S)
-        return self.outbox.routed(
-            pod, "0" * 32, keys, now_s, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=10
-        )
+        number = self.outbox.next_number()
+        self.outbox.routed(Routed(0.0, number, pod, keys, tokens, tokens, 10, "0" * 32), now_s)
+        return number
 
     def undo(self, pod: PodId, keys: Keys, number: int, sent_at_s: float) -> None:
         """Report that the request never ran."""

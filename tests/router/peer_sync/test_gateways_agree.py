@@ -114,7 +114,7 @@ class Play:
         await asyncio.sleep(0.3)
 
 
-def believed(index: PrefixIndex) -> dict[PodId, set[int]]:
+def assumed(index: PrefixIndex) -> dict[PodId, set[int]]:
     return {pod: {key for _, keys in index.assumed(pod) for key in keys} for pod in PODS}
 
 
@@ -130,7 +130,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -
             play.ends.append(await play.add())
             await asyncio.sleep(quiet_s)
             assert not any(end.sink.in_flight for end in play.ends), "a request has not ended"
-            return [believed(end.sink.index) for end in play.ends]
+            return [assumed(end.sink.index) for end in play.ends]
         finally:
             await play.end()
 
@@ -146,7 +146,7 @@ def played(play: Play, deeds: list[tuple[Any, ...]], quiet_s: float = QUIET_S) -
 def test_gateways_know_what_a_single_gateway_would_know(deeds: list[tuple[Any, ...]]) -> None:
     play = Play()
     for found in played(play, deeds):
-        assert found == believed(play.model)
+        assert found == assumed(play.model)
 
 
 def deeds_of(seed: int) -> tuple[list[tuple[Any, ...]], int]:

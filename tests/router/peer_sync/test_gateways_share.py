@@ -84,8 +84,8 @@ def hears_of(gateway: Gateway, others: int) -> bool:
     return len(sharing(gateway).status().gateways) >= others
 
 
-def believe_alike(one: Gateway, other: Gateway) -> bool:
-    return believed(one) == believed(other)
+def assume_alike(one: Gateway, other: Gateway) -> bool:
+    return assumed(one) == assumed(other)
 
 
 def sharing(gateway: Gateway) -> PeerSync:
@@ -94,7 +94,7 @@ def sharing(gateway: Gateway) -> PeerSync:
     return found
 
 
-def believed(gateway: Gateway) -> dict[PodId, set[int]]:
+def assumed(gateway: Gateway) -> dict[PodId, set[int]]:
     index = gateway.app[INDEX]
     return {
         pod.pod_id: {key for _, keys in index.assumed(pod.pod_id) for key in keys}
@@ -122,7 +122,7 @@ async def hit_rate(redis_server: RedisServer, count: int) -> float:
             asked = started[i % count]
             await ask(asked, prompt)
             for gateway in started:
-                await eventually(partial(believe_alike, gateway, asked), 60.0)
+                await eventually(partial(assume_alike, gateway, asked), 60.0)
     return sum(e.cached_tokens for e in engines) / sum(e.prompt_tokens for e in engines)
 
 
@@ -137,27 +137,27 @@ async def test_a_new_gateway_knows_what_the_others_know_before_it_is_ready(redis
     async with gateways(redis_server, 1, *engines) as (first,):
         for prompt in prompts(2, 12):
             await ask(first, prompt)
-        known = believed(first)
+        known = assumed(first)
         assert all(known.values())
         await eventually(lambda: not sharing(first).status().waiting)
         async with gateways(redis_server, 1, *engines) as (second,):
             await eventually(lambda: second.app[READINESS].is_warm)
-            assert believed(second) == known
+            assert assumed(second) == known
 
 
-async def test_beliefs_outlive_all_gateways(redis_server: RedisServer) -> None:
+async def test_assumptions_outlive_all_gateways(redis_server: RedisServer) -> None:
     engines = [SmallCache(320) for _ in range(2)]
     for engine in engines:
         engine.stays = True
     async with gateways(redis_server, 1, *engines) as (first,):
         for prompt in prompts(2, 12):
             await ask(first, prompt)
-        known = believed(first)
+        known = assumed(first)
     for engine in engines:
         engine.stays = False
     async with gateways(redis_server, 1, *engines) as (second,):
         await eventually(lambda: second.app[READINESS].is_warm)
-        assert believed(second) == known
+        assert assumed(second) == known
 
 
 async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server: RedisServer) -> None:
@@ -179,7 +179,7 @@ async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server
         await asyncio.wait((request,))
         await eventually(lambda: pod.state.requests(clock()) == 0)
         # The request never ran, so neither gateway believes that the pod holds its prompt.
-        await eventually(lambda: not any(believed(first).values()) and not any(believed(second).values()))
+        await eventually(lambda: not any(assumed(first).values()) and not any(assumed(second).values()))
 
 
 async def test_gateways_that_do_not_share_say_so(redis_server: RedisServer) -> None:

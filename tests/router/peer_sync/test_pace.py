@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import prefix_keys
 from router.peer_sync.codec import decode
-from router.peer_sync.messages import Ended, Life, Routed
+from router.peer_sync.messages import Ended, Life, PeerMessage, Routed
 from router.peer_sync.outbox import Outbox
 from router.peer_sync.pace import (
     BURST,
@@ -31,7 +31,14 @@ from tests.router.peer_sync.ends import End, ScriptedServer, ScriptedWire
 
 POD = PodId("a")
 KEYS = prefix_keys(b"a prompt", 0, 2)
+ROUTED = Routed(0.0, 0, POD, KEYS, 9, 9, 9, "0" * 32)
 GATEWAYS = st.integers(2, 1000)
+
+
+def message_in(data: bytes) -> PeerMessage:
+    message = decode(data)
+    assert isinstance(message, PeerMessage)
+    return message
 
 
 def played(gaps_s: list[float], gateways: int) -> tuple[list[float], list[float]]:
@@ -106,16 +113,16 @@ def test_a_notebook_knows_whether_a_way_is_to_be_told() -> None:
     outbox = Outbox(Life(1), "gateway-1", 256)
     heard: list[float] = []
     outbox.on_first = lambda: heard.append(0.0)
-    outbox.wish(Life(2), 1.0)
+    outbox.ask(Life(2), 1.0)
     assert outbox.oldest_routed_s is None
-    number = outbox.routed(POD, "0" * 32, KEYS, 2.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
+    outbox.routed(ROUTED, 2.0)
     assert outbox.oldest_routed_s == 2.0
-    assert len(heard) == 2, "a request's pod is told sooner than the wish that waited"
-    outbox.routed(POD, "0" * 32, KEYS, 3.0, prompt_tokens=9, uncached_tokens=9, output_tokens=9)
+    assert len(heard) == 2, "a request's pod is told sooner than the question that waited"
+    outbox.routed(ROUTED._replace(number=1), 3.0)
     assert outbox.oldest_routed_s == 2.0
     outbox.take(4.0)
     assert outbox.oldest_routed_s is None
-    outbox.ended(number, 5.0)
+    outbox.ended(ROUTED.number, 5.0)
     assert outbox.oldest_s == 5.0
     assert outbox.oldest_routed_s is None
 
@@ -141,7 +148,7 @@ def test_a_gateway_tells_where_a_request_went_at_once_and_its_end_soon(quiet_s: 
             told = {
                 type(event): at / 1e6 - server.ahead_s
                 for at, data in server.entries
-                for event in decode(data).events
+                for event in message_in(data).events
                 if isinstance(event, Routed | Ended) and event.number == number
             }
             assert told[Routed] - routed_at_s < 0.004

@@ -6,7 +6,8 @@ import pytest
 
 from engine.contract.events import MessageKind, RegistryMessage
 from engine.contract.load import LoadReport
-from router.registry.feed import PodFeed, Verdict
+from engine.contract.sequence import Step
+from router.registry.feed import PodFeed
 
 
 def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
@@ -14,28 +15,22 @@ def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
 
 
 @pytest.mark.parametrize(
-    ("epoch", "seq", "verdict"),
+    ("epoch", "seq", "step"),
     [
-        (1, 5, Verdict.APPLY),
-        (1, 4, Verdict.SKIP),  # the last delta again
-        (1, 1, Verdict.SKIP),
-        (1, 6, Verdict.RESYNC),
-        (2, 5, Verdict.RESYNC),
-        (2, 1, Verdict.RESYNC),
+        (1, 5, Step.NEXT),
+        (1, 4, Step.KNOWN),  # the last delta again
+        (1, 1, Step.KNOWN),
+        (1, 6, Step.GAP),
+        (2, 5, Step.GAP),
+        (2, 1, Step.GAP),
     ],
 )
-def test_what_becomes_of_a_delta(epoch: int, seq: int, verdict: Verdict) -> None:
+def test_what_becomes_of_a_delta(epoch: int, seq: int, step: Step) -> None:
     feed = PodFeed("llama")
     delta = message(MessageKind.DELTA, epoch, seq)
-    assert feed.judge(delta) is Verdict.RESYNC, "no snapshot is loaded yet"
+    assert feed.judge(delta) is Step.GAP, "no snapshot is loaded yet"
     feed.applied(message(MessageKind.SNAPSHOT, 1, 3), now_s=0.0)
     feed.applied(message(MessageKind.DELTA, 1, 4), now_s=0.0)
-    assert feed.judge(delta) is verdict
+    assert feed.judge(delta) is step
     feed.lost()
-    assert feed.judge(delta) is Verdict.RESYNC
-
-
-def test_a_complaint_is_news_when_it_is_another_or_was_forgotten() -> None:
-    feed = PodFeed("llama")
-    told = [feed.complain(text, now_s, 10.0) for text, now_s in (("a", 100), ("a", 109), ("b", 110), ("b", 120))]
-    assert told == [True, False, True, True]
+    assert feed.judge(delta) is Step.GAP

@@ -14,7 +14,7 @@ from engine.contract.load import LoadReport
 from engine.contract.periods import SMALL_FLEET, Periods, periods
 from engine.contract.redis_keys import resync_key, snapshot_key, stream_key
 from engine.loop.publish import FLEET_REMEMBERED_S
-from router.registry import reader, stream
+from router.registry import reader, wire
 from router.views.types import PodId
 from tests.conftest import wait_until
 from tests.redis_server import RedisServer
@@ -78,7 +78,7 @@ async def test_the_largest_fleet_heard_of_lately_counts(redis_server: RedisServe
 async def test_a_gateway_replays_a_long_stream_in_pages(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "PAGE_ENTRIES", 3)
+    monkeypatch.setattr(wire, "PAGE_ENTRIES", 3)
     monkeypatch.setattr(reader, "LOADS_AT_A_TIME", 2)
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(5)]
     with redis.Redis.from_url(redis_server.url) as client:

@@ -18,7 +18,7 @@ from engine.contract.load import LOAD_REPORT_BYTES, LoadReport, StepCost
 from engine.contract.redis_keys import STREAM_DATA_FIELD, STREAM_POD_FIELD, snapshot_key, stream_key
 from router.peer_sync import shares as share_values
 from router.peer_sync.shares import decode_report, encode_report
-from router.registry import reader
+from router.registry import stream_reader
 from router.routing.shares import TrafficShares
 from router.views.pod_state import PodState
 from router.views.types import PodId
@@ -73,7 +73,7 @@ async def test_a_lie_in_the_place_of_a_snapshot_is_refused_too(redis_server: Red
 
 
 async def test_snapshots_are_read_a_few_at_a_time(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "SNAPSHOTS_AT_A_TIME", 2)
+    monkeypatch.setattr(stream_reader, "SNAPSHOTS_AT_A_TIME", 2)
     engines = [FakeEngine(redis_server, f"e{i}", epoch=1) for i in range(7)]
     async with contextlib.AsyncExitStack() as stack:
         for engine in engines:

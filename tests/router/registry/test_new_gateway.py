@@ -19,7 +19,7 @@ from router.registry.learnt import decode_learnt
 from router.startup.parts import FLEET, INDEX, READINESS
 from tests.redis_server import RedisServer
 from tests.router.fleet.pages import Load, vllm_page
-from tests.router.peer_sync.test_gateways_share import believed, sharing
+from tests.router.peer_sync.test_gateways_share import assumed, sharing
 from tests.router.rig.helpers import Gateway, ScriptedEngine, event, eventually, running, usage_event
 
 BLOCK = 32
@@ -114,7 +114,7 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
         old = await stack.enter_async_context(gateway(redis_server, both))
         for number in range(REQUESTS):
             await ask(old, PREFIX_TEXTS[number * PREFIXES // REQUESTS] + rng.randbytes(20).hex())
-        known, index, pods = believed(old), old.app[INDEX], old.app[FLEET].pods("m")
+        known, index, pods = assumed(old), old.app[INDEX], old.app[FLEET].pods("m")
         pool, rooms = pods[0].state.speed.pool.learnt, {pod.pod_id: index.learnt_room(pod.pod_id) for pod in pods}
         predictions = [await predicted(old, text) for text in PREFIX_TEXTS]
         assert pool is not None
@@ -133,5 +133,5 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
             for pod in new.app[FLEET].pods("m"):
                 assert pod.state.speed.pool.learnt == pool
                 assert new.app[INDEX].learnt_room(pod.pod_id) == rooms[pod.pod_id]
-            assert believed(new) == known
+            assert assumed(new) == known
             assert [await predicted(new, text) for text in PREFIX_TEXTS] == predictions

@@ -151,7 +151,7 @@ async def test_a_new_life_empties_the_index_before_its_snapshot_is_loaded(redis_
         engine.change({1: Tier.GPU})
         await gateway.wait_equal(engine)
         delta = encode(RegistryMessage(MessageKind.DELTA, 256, epoch=2, seq=1, load=LoadReport()))
-        gateway.reader._take((engine.pod.encode(), delta, b""))
+        gateway.reader._take_delta((engine.pod.encode(), delta, b""))
         assert not gateway.held(engine.pod)
 
 

@@ -12,7 +12,6 @@ import redis
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisAway
 
-from engine.common.redis_client import connect
 from engine.common.redis_loop import Outage
 from engine.contract.events import Keys, Tier
 from engine.contract.load import LoadReport
@@ -167,7 +166,8 @@ async def test_an_engine_whose_snapshot_is_refused_costs_no_replays(
     if is_absurd:
         engine.publisher._load = lambda: LoadReport(running=2**31)
     gateway = Gateway(redis_server)
-    monkeypatch.setattr(gateway.reader, "_lease_s", 60.0)
+    for name in ("_lease_s", "_silence_s"):
+        monkeypatch.setattr(gateway.reader, name, 60.0)
     replays = []
     recent = gateway.reader._recent
 
@@ -198,9 +198,9 @@ async def test_the_tail_of_a_lost_stream_is_left(redis_server: RedisServer) -> N
     with redis.Redis.from_url(redis_server.url) as client:
         async with engine.running(), Gateway(redis_server).following(engine) as gateway:
             client.xadd(stream_key(MODEL), {"x": "y"}, id=ahead)
-            await wait_until(lambda: gateway.reader._tails.get(MODEL, b"") >= ahead)
+            await wait_until(lambda: gateway.reader._tails.get(stream_key(MODEL), b"") >= ahead)
             client.delete(stream_key(MODEL))
-            await wait_until(lambda: b"" < gateway.reader._tails.get(MODEL, b"") < ahead)
+            await wait_until(lambda: b"" < gateway.reader._tails.get(stream_key(MODEL), b"") < ahead)
             engine.change({1: Tier.GPU})
             await gateway.wait_equal(engine)
 
@@ -247,7 +247,6 @@ async def test_a_pod_that_serves_another_model_leaves_the_index(redis_server: Re
         await gateway.wait_equal(engine)
         gateway.reader.set_pods({engine.pod: "another"})
         assert not gateway.held(engine.pod)
-        async with connect(redis_server.url) as client:  # like a load of the pod that began earlier
-            gateway.reader._tails[MODEL] = b"0-0"
-            await gateway.reader._load(client, MODEL, [engine.pod])
+        gateway.reader._tails[stream_key(MODEL)] = b"0-0"
+        await gateway.reader._load_pods(MODEL, [engine.pod])  # like a load of the pod that began earlier
         assert not gateway.held(engine.pod)

@@ -24,8 +24,8 @@ from engine.contract.redis_keys import (
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 from router.peer_sync.keyed_values import KeyedValues
 from router.peer_sync.shares import TrafficShareValues
-from router.peer_sync.wire import RedisWire
 from router.registry.learnt import Learnt, LearntRoom
+from router.registry.wire import RedisWire
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
 from router.tenants.ledger import Report
@@ -86,12 +86,14 @@ async def test_gateways_exchange_shares_as_their_user(users: RedisServer) -> Non
 async def test_gateways_tell_each_other_as_their_user(users: RedisServer) -> None:
     wire = RedisWire(As(users, "gateway").url)
     try:
-        await wire.append(b"told", await wire.time())
-        newest = await wire.newest()
-        assert await wire.read(b"0-0", 1) == [(newest, b"told")]
-        assert [page async for page in wire.range(0.0, newest)] == [[(newest, b"told")]]
-        await wire.put("a", b"believed")
-        assert await wire.get(["a", "b"]) == [b"believed", None]
+        now_s = await wire.time()
+        await wire.append(PEER_STREAM, {b"d": b"told"}, oldest_s=now_s - 45.0, kept_s=600.0)
+        newest = await wire.newest(PEER_STREAM)
+        entries: Any = [[newest, [b"d", b"told"]]]
+        assert await wire.read({PEER_STREAM: b"0-0"}, 1) == [(PEER_STREAM, entries)]
+        assert [page async for page in wire.range(PEER_STREAM, 0.0, newest)] == [entries]
+        await wire.put(assumed_key("a"), b"assumed", 600.0)
+        assert await wire.get([assumed_key("a"), assumed_key("b")]) == [b"assumed", None]
     finally:
         await wire.close()
 
