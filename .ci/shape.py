@@ -63,11 +63,6 @@ EXCUSED = (
         "the parts of a request are being joined; then its assembly",
     ),
     Excused("packed", "router/edge/connection_limits.py", "the parts of a request are being joined"),
-    Excused(
-        "parameters",
-        "router/events/subscribe.py::Stream.__init__",
-        "what gateways hear of pods is being joined with the registry",
-    ),
     Excused("packed", "router/forwarding/tracing.py", "the parts of a request are being joined"),
     Excused(
         "parameters",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from charts.values_doc import Value
-from engine.common.settings import Settings
+from engine.common.settings import REMOVED_IN, Settings
 from engine.model.checkpoint import CheckpointShape
 from engine.model.config import DTYPES
 from engine.startup.settings import EngineSettings
@@ -105,7 +105,6 @@ BY_KEY: dict[str, Schema] = {
 BY_PATH: dict[str, Schema] = {
     "namespaceOverride": NAMESPACE,
     "longestAnswerSeconds": {"type": "integer", "minimum": 1, "maximum": 3600},
-    "strideBytes": {"type": "integer", "minimum": 16, "maximum": 65536, "multipleOf": 4},
     "gateway.modelAliases": {"type": "object", "propertyNames": NAMED, "additionalProperties": NAMED},
     "gateway.modelSplits": {
         "type": "object",
@@ -171,6 +170,10 @@ BY_PATH: dict[str, Schema] = {
     "loadgen.activeDeadlineSeconds": POSITIVE,
     "tests.timeoutSeconds": POSITIVE,
 }
+REMOVED_VALUES = {
+    "strideBytes": "leave it out. Prefix keys have 256 bytes everywhere",
+}
+"""Values of the chart that the release before had, each with what does its work now."""
 STRING_MAPS = ("commonLabels", "labels", "annotations", "nodeSelector", "podAnnotations", "podLabels")
 PROGRAMS: dict[str, type[Settings]] = {
     "gateway": GatewaySettings,
@@ -180,19 +183,18 @@ PROGRAMS: dict[str, type[Settings]] = {
 """The settings class behind each `settings` of the chart."""
 OWNED = {
     "gateway": {
-        *("config", "host", "port", "discovery", "engines", "kube_selector", "kube_namespace", "kube_port"),
+        *("config", "host", "port", "engines", "dns_name", "kube_selector", "kube_namespace", "kube_port"),
         *("kube_targets", "inference_pool", "inference_objectives"),
-        *("ext_proc_port", "ext_proc_fallbacks", "ext_proc_service", "ext_proc_tls_cert_file", "ext_proc_tls_key_file"),
-        *("kube_config", "dns_name", "dns_port", "dns_max_ttl_s", "redis_url", "stride", "total_timeout_s"),
+        *("ext_proc_port", "ext_proc_fallbacks", "ext_proc_cert_path", "redis_url", "total_timeout_s"),
         *("drain_delay_s", "drain_timeout_s", "api_keys_file", "engine_api_key_file", "metrics_port", "models"),
         *("tenants_file", "tenant_secret_file", "usage_log"),
-        *("admin_host", "admin_port"),
+        "admin_port",
         *("tls_cert_file", "tls_key_file"),
         *("model_alias", "model_split", "default_model"),
     },
     "engine": {
-        *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id", "stride"),
-        *("drain_s", "api_key_file", "metrics_port", "admin_host", "admin_port"),
+        *("config", "model", "served_model_name", "device", "host", "port", "redis_url", "pod_id"),
+        *("drain_s", "api_key_file", "metrics_port", "admin_port"),
         *("host_cache_bytes", "disk_cache_bytes", "disk_cache_path", "shared_cache_bytes", "shared_cache_path"),
     },
     "loadgen": {"config", "url", "admin_url", "out"},
@@ -225,6 +227,12 @@ def build_schema(values: Iterable[Value]) -> Schema:
         "additionalProperties": False,
         "patternProperties": {MODEL_NAME: {"$ref": "#/definitions/model"}},
     }
+    for path, instead in REMOVED_VALUES.items():
+        *parents, name = path.split(".")
+        parent = root
+        for key in parents:
+            parent = parent["properties"][key]
+        parent["properties"][name] = _removed(instead)
     # Helm adds keys of its own here if the chart is part of another.
     root["properties"]["global"]["additionalProperties"] = True
     return {
@@ -283,7 +291,13 @@ def settings_schema(settings: type[Settings], owned: Iterable[str]) -> Schema:
     kept = {
         name: {**_clean(properties[name]), **BY_SETTING.get(name, {})} for name in properties if name not in set(owned)
     }
-    return {"type": "object", "additionalProperties": False, "properties": kept}
+    removed = {name: _removed(instead) for name, instead in settings.removed.items() if name not in kept}
+    return {"type": "object", "additionalProperties": False, "properties": {**kept, **removed}}
+
+
+def _removed(instead: str) -> Schema:
+    """Return the schema of a value of the release before: any value fails, and Helm's error shows what to do."""
+    return {"enum": [f"removed in {REMOVED_IN}: {instead}"]}
 
 
 def _clean(field: Schema) -> Schema:

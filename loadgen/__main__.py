@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.common.signals import end_on_sigterm
+from engine.common.version import program_version
 from loadgen.commands.exit_status import EXIT_INTERRUPTED
 
 COMMANDS = {
@@ -30,8 +31,9 @@ Realistic traffic for LLM servers, and what it says about routing.
 commands:
 {commands}
 
-`warmroute-loadgen COMMAND --help` lists its flags with units and defaults. Every flag can also be set in the
-environment (WARMROUTE_SESSION_RATE=2) or in a YAML file (--config FILE); flags win, then the environment.
+`warmroute-loadgen COMMAND --help` lists its common flags with units and defaults, `--help-all` all of them. `--version`
+prints the version. Every flag can also be set in the environment (WARMROUTE_SESSION_RATE=2) or in a YAML file (--config
+FILE); flags win, then the environment.
 """
 
 
@@ -40,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv is None:
         end_on_sigterm(EXIT_INTERRUPTED)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["--version"]:
+        print(f"warmroute-loadgen {program_version() or '(not installed)'}")
+        raise SystemExit(0)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())), end="")
         raise SystemExit(0 if arguments else 2)

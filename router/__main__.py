@@ -8,11 +8,12 @@ import sys
 
 from engine.common.otel.hidden import import_redis
 from engine.common.signals import end_on_sigterm
+from router.settings.constants import CONSTANTS, Constants
 
 PROG = "warmroute-gateway"
 
 
-def main() -> None:
+def main(constants: Constants = CONSTANTS) -> None:
     """Run the gateway. Exit status: 0 after a clean stop, 2 for bad settings, 1 for a used port or a task that died."""
     end_on_sigterm(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SIGINT ends it without a traceback; the event loop replaces this
@@ -42,7 +43,7 @@ def main() -> None:
     configure_audit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(serve(settings))
+            runner.run(serve(settings, constants))
         except (CannotListen, TaskDied, UnusableFile, ConfigError) as error:
             print(f"{PROG}: {error}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, UnusableFile | ConfigError) else 1) from None

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from engine.common.log_lines import write_bare
 from engine.contract.errors import escaped
 
 AUDIT = "warmroute.audit"
@@ -46,9 +47,4 @@ def recorded(method: str, path: str, by: str | None) -> Iterator[Action]:
 
 def configure_audit() -> None:
     """Send audit lines to stderr at every log level."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    lines = logging.getLogger(AUDIT)
-    lines.propagate = False
-    lines.setLevel(logging.INFO)
-    lines.handlers[:] = [handler]
+    write_bare(AUDIT, is_on=True)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import orjson
 
+from engine.common.log_writer import STDERR, QueuedHandler
+
 Format = Literal["text", "json"]
 MAX_MESSAGE_CHARS = 8192
 MAX_TRACEBACK_CHARS = 16_384
@@ -34,12 +36,17 @@ class JsonLines(logging.Formatter):
 
 def configure(level: str, log_format: Format) -> None:
     """Log events at `level` and above to stderr."""
-    if log_format == "text":
-        logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines())
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = QueuedHandler(STDERR, text if log_format == "text" else JsonLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def write_bare(name: str, *, is_on: bool) -> None:
+    """Write the logger's messages to stderr as they are, whatever the level of the log."""
+    lines = logging.getLogger(name)
+    lines.propagate = False
+    lines.setLevel(logging.INFO if is_on else logging.CRITICAL)
+    lines.handlers[:] = [QueuedHandler(STDERR, logging.Formatter("%(message)s"))]
 
 
 def as_text(text: str, most_chars: int) -> str:

@@ -9,24 +9,29 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, get_origin
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
-    CliPositionalArg,
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 from pydantic_settings.exceptions import SettingsError
 
+from engine.common.settings_help import Group, help_text
+from engine.common.version import program_version
+
 S = TypeVar("S", bound="Settings")
 ENV_PREFIX = "WARMROUTE_"
+REMOVED_IN = "0.2.0"
+"""Release that the settings in `Settings.removed` are gone from. A release keeps only its own table."""
 LONGEST_ABOUT = 400
 """Longest description, in characters, that an error message repeats."""
 _BAD_VALUE = (AttributeError, KeyError, TypeError, ValueError)
@@ -41,10 +46,24 @@ class ConfigError(Exception):
     """Configuration that the program refuses; the text names each field and the remedy."""
 
 
-class Settings(BaseSettings):
-    """Base class of a program's settings. A field's description gives meaning and unit: it is the text of `--help`.
+@dataclass(frozen=True, slots=True)
+class HasEffect:
+    """Marks a setting, as in `Annotated[int, HasEffect(...)]`, that other settings can make pointless.
 
-    List fields take comma-separated values in flags and in the environment, and a list in YAML.
+    Programs name a given setting without effect when they start.
+    """
+
+    when: Callable[[Any], bool]
+    """Whether the setting has an effect, given all settings."""
+    otherwise: str
+    """Why it has none: a sentence without a capital letter and a full stop."""
+
+
+class Settings(BaseSettings):
+    """Base class of a program's settings, and of each group of them: a program's class inherits from its groups.
+
+    A field's description gives meaning and unit: it is the text of `--help`. A group checks by itself which of its
+    settings fit together. List fields take comma-separated values in flags and in the environment, and a list in YAML.
     """
 
     model_config = SettingsConfigDict(
@@ -53,6 +72,10 @@ class Settings(BaseSettings):
 
     beside: ClassVar[tuple[type[Settings], ...]] = ()
     """Settings of the programs in whose containers this one may run. Their variables are ignored here."""
+    in_help: ClassVar[Group | None] = None
+    """How `--help` shows the settings that this class adds; see `group`."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Of a program: settings of the release before this one that are gone, each with what does its work now."""
 
     @classmethod
     def settings_customise_sources(
@@ -65,9 +88,15 @@ class Settings(BaseSettings):
     def load(cls, argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None) -> Self:
         """Return settings from `argv` (without the program's name), the environment and `--config FILE`.
 
-        Raises ConfigError. Exits with 0 on `--help`.
+        Raises ConfigError. Exits with 0 on `--help`, `--help-all` and `--version`, after printing.
         """
         environ = os.environ if environ is None else environ
+        if asked := [word for word in argv if word in ("-h", "--help", "--help-all", "--version")]:
+            if asked[0] == "--version":
+                print(f"{prog} {program_version() or '(not installed)'}")
+            else:
+                print(help_text(cls, prog, everything="--help-all" in asked), end="")
+            raise SystemExit(0)
         flags = cls._from_flags(argv, prog)
         variables = cls._from_environment(environ)
         path = flags.pop("config", None) or variables.pop("config", None)
@@ -82,7 +111,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def _from_flags(cls, argv: Sequence[str], prog: str) -> dict[str, Any]:
-        _check_flags(argv, list(cls.model_fields), prog)
+        cls._check_flags(argv, prog)
         try:
             source = CliSettingsSource[Any](
                 cls,
@@ -93,20 +122,36 @@ class Settings(BaseSettings):
                 cli_hide_none_type=True,
                 cli_avoid_json=True,
             )
-            source.root_parser.usage = cls._usage(prog)
             return dict(source(args=list(argv))())
         except SettingsError as error:
-            raise ConfigError(f"{error}\nSee {prog} --help.") from None
+            raise ConfigError(f"{error}\nSee {prog} --help-all.") from None
 
     @classmethod
-    def _usage(cls, prog: str) -> str:
-        """Return a one-line usage: `--help` lists the flags below it."""
-        words = [
-            name.upper()
-            for name, info in cls.model_fields.items()
-            if get_args(CliPositionalArg[str])[1] in info.metadata
-        ]
-        return " ".join([prog, *words, "[flags]"])
+    def _check_flags(cls, argv: Sequence[str], prog: str) -> None:
+        known = {name.replace("_", "-"): None for name in cls.model_fields}
+        for argument in argv:
+            if not argument.startswith("--"):
+                continue
+            name = argument[2:].partition("=")[0]
+            if name in known or name.removeprefix("no-") in known:
+                continue
+            cls._check_removed(name.removeprefix("no-").replace("-", "_"), f"flag --{name}")
+            raise ConfigError(f"flag --{name} is unknown{_did_you_mean(name, known, '--')}\nSee {prog} --help-all.")
+
+    @classmethod
+    def _check_removed(cls, field: str, shown: str) -> None:
+        """Raises ConfigError if the release before this one had the setting."""
+        if instead := cls.removed.get(field):
+            raise ConfigError(f"{shown} was removed in {REMOVED_IN}: {instead}")
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield a sentence for each setting that is given, differs from its default, and has no effect."""
+        for name, info in type(self).model_fields.items():
+            if getattr(self, name) == info.default:
+                continue
+            broken = [mark for mark in info.metadata if isinstance(mark, HasEffect) and not mark.when(self)]
+            if broken:
+                yield f"{flag_of(name)} has no effect: {broken[0].otherwise}"
 
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -120,6 +165,8 @@ class Settings(BaseSettings):
                 values[field] = [part.strip() for part in value.split(",") if part.strip()] if is_list else value
             elif any(field in other.model_fields for other in cls.beside):
                 continue
+            elif field in cls.removed and not value.startswith("tcp://"):
+                cls._check_removed(field, f"environment variable {name}")
             elif not _SERVICE_LINK.search(name):  # Kubernetes sets those for a Service called warmroute-...
                 known = {field.upper(): None for field in cls.model_fields}
                 raise ConfigError(
@@ -152,6 +199,7 @@ class Settings(BaseSettings):
         known = {name: None for name in cls.model_fields if name != "config"}
         for field in fields:
             if field not in known:
+                cls._check_removed(field, f"{path}: key {field!r}")
                 raise ConfigError(f"{path}: key {field!r} is unknown{_did_you_mean(field, known)}")
         return fields
 
@@ -169,6 +217,22 @@ class Settings(BaseSettings):
         if error["type"] == "missing":
             return f"{flag} is required{about}"
         return f"{where}: got {error['input']!r}; {str(error['msg']).removeprefix('Value error, ')}{about}"
+
+
+def group(title: str, *, common: Sequence[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Return a decorator that makes a class of settings a group of the help.
+
+    `common`: the settings that `--help` shows, also of the groups that the class inherits from; `--help-all` shows all.
+    If no group names any, both show all.
+    """
+
+    def mark(settings: type[S]) -> type[S]:
+        if unknown := set(common) - set(settings.model_fields):
+            raise TypeError(f"{settings.__name__} has no settings {', '.join(sorted(unknown))}")
+        settings.in_help = Group(title, frozenset(common))
+        return settings
+
+    return mark
 
 
 def load_or_exit(settings: type[S], argv: Sequence[str], prog: str) -> S:
@@ -206,6 +270,27 @@ def check_bind_address(address: str) -> str:
     if not _BIND_ADDRESS.fullmatch(address):
         raise ValueError(f"{address!r} must be tcp://HOST:PORT, with * as the host for every address")
     return address
+
+
+def check_port_address(address: str) -> str:
+    """Return `address` if it is PORT or HOST:PORT. Raises ValueError."""
+    port_address(address)
+    return address
+
+
+def port_address(address: str) -> tuple[str, int]:
+    """Return host and port of PORT, on loopback, or HOST:PORT; an empty host is every address. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} must be PORT or HOST:PORT, with a port from 0 to 65535")
+    return host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1", int(port)
+
+
+def check_both(settings: Settings, first: str, second: str) -> None:
+    """Raise ValueError if only one of two settings is given."""
+    for given, missing in ((first, second), (second, first)):
+        if getattr(settings, given) and not getattr(settings, missing):
+            raise ValueError(f"{flag_of(given)} needs {flag_of(missing)}")
 
 
 def check_redis_url(url: str) -> str:
@@ -246,13 +331,3 @@ def _check_texts(values: Mapping[str, Any]) -> None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and ("\0" in text or _SURROGATE.search(text)):
                 raise ConfigError(f"{flag_of(name)}: got a text with a zero byte, or one that is not UTF-8")
-
-
-def _check_flags(argv: Sequence[str], fields: Sequence[str], prog: str) -> None:
-    known = {name.replace("_", "-"): None for name in fields}
-    for argument in argv:
-        if not argument.startswith("--"):
-            continue
-        name = argument[2:].partition("=")[0]
-        if name not in known and name.removeprefix("no-") not in known and name != "help":
-            raise ConfigError(f"flag --{name} is unknown{_did_you_mean(name, known, '--')}\nSee {prog} --help.")

@@ -146,7 +146,7 @@ class OpenAiFields(SharedFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """24h: the prompt stays in the cache for that time after its last use, as far as --pin-share allows."""
+    """24h: the prompt stays in the cache for that time after its last use, in at most a quarter of the pool."""
     # Harmless: they have no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None

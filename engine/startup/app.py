@@ -29,7 +29,6 @@ from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
 from engine.common.settings import ConfigError
-from engine.common.without_effect import without_effect
 from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -39,11 +38,11 @@ from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import ServerState
 from engine.startup.background import background
+from engine.startup.constants import CONSTANTS, Constants
 from engine.startup.descriptors import want_descriptors
-from engine.startup.idle_settings import RULES
 from engine.startup.loaded import LoadedModel, StartError
 from engine.startup.settings import EngineSettings
-from engine.startup.tasks import BackendStuck, engine_tasks
+from engine.startup.tasks import BackendStuck, engine_tasks, most_running
 from engine.startup.tier_settings import real_stores
 from engine.startup.unread import say_unread
 from engine.text.chat import ChatTemplate
@@ -71,9 +70,9 @@ def run(settings: EngineSettings) -> int:
     """Serve until a signal. Return the program's exit status."""
     configure(settings.log_level, settings.log_format)
     configure_audit()
-    for words in without_effect(settings, RULES):
+    for words in settings.without_effect():
         log.warning("%s", words)
-    want_descriptors(settings.max_running + settings.max_waiting)
+    want_descriptors((settings.max_running or CONSTANTS.most_running) + CONSTANTS.max_waiting)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
@@ -125,7 +124,7 @@ async def serve(settings: EngineSettings) -> None:
             _leave(1)  # the interpreter would also wait for the step's thread
 
 
-def load(settings: EngineSettings) -> LoadedModel:
+def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedModel:
     """Read tokenizer, template and weights. Blocks. Raises ModelError, TokenizerError, StartError, TierError."""
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
@@ -154,9 +153,9 @@ def load(settings: EngineSettings) -> LoadedModel:
         eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
         sampling=generation.sampling,
         max_new_tokens=generation.max_new_tokens,
-        stride=settings.stride,
-        token_cache=TokenCache(tokenizer, settings.token_cache_mib * 2**20),
-        least_kept_tokens=settings.pin_min_tokens,
+        stride=constants.stride_bytes,
+        token_cache=TokenCache(tokenizer, constants.token_cache_mib * 2**20),
+        least_kept_tokens=constants.pin_min_tokens,
     )
     return LoadedModel(text, backend, blocks, stores)
 
@@ -167,7 +166,7 @@ def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, in
     except ValueError as error:
         raise StartError(f"--sim-profile: {error}") from None
     blocks = (settings.kv_pool_tokens or profile.kv_tokens) // settings.block_size
-    return SimBackend(profile, vocab_size, settings.seed), blocks
+    return SimBackend(profile, vocab_size), blocks
 
 
 def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend, int]:
@@ -182,7 +181,8 @@ def _cuda_backend(settings: EngineSettings) -> tuple[CudaBackend, int]:
     from engine.backend.cuda.start import start_cuda
 
     try:
-        return start_cuda(settings)
+        # Graphs and buffers are made for so many requests, before the size of the pool is known.
+        return start_cuda(settings.model_copy(update={"max_running": most_running(settings, CONSTANTS, 0)}))
     except CudaStartError as error:
         raise StartError(str(error)) from None
 
@@ -228,12 +228,12 @@ class Ports:
 
     def lines(self, settings: EngineSettings) -> list[str]:
         """Return the lines that the engine prints when it serves."""
-        host, admin_host = _in_url(settings.host), _in_url(settings.admin_host)
+        host = _in_url(settings.host)
         lines = [f"listening on http://{host}:{self.clients}"]
         if self.metrics is not None:
             lines.append(f"metrics on http://{host}:{self.metrics}/metrics")
-        if self.admin is not None:
-            lines.append(f"administration on http://{admin_host}:{self.admin}")
+        if self.admin is not None and settings.admin_address is not None:
+            lines.append(f"administration on http://{_in_url(settings.admin_address[0])}:{self.admin}")
         return lines
 
 
@@ -255,11 +255,9 @@ async def listening(settings: EngineSettings, state: ServerState, metrics: Engin
             ports = replace(
                 ports, metrics=await stack.enter_async_context(_open(app, settings.host, settings.metrics_port))
             )
-        if settings.admin_port is not None:
+        if settings.admin_address is not None:
             app = make_admin_app(state, metrics)
-            ports = replace(
-                ports, admin=await stack.enter_async_context(_open(app, settings.admin_host, settings.admin_port))
-            )
+            ports = replace(ports, admin=await stack.enter_async_context(_open(app, *settings.admin_address)))
         yield ports
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from engine.common.log_lines import Format
-from engine.common.settings import Settings, check_redis_url
-from engine.contract.keys import DEFAULT_STRIDE_BYTES
+from engine.common.settings import (
+    HasEffect,
+    Settings,
+    check_port_address,
+    check_redis_url,
+    group,
+    port_address,
+)
+from engine.startup.removed import REMOVED
 
 DEVICE = r"cpu|sim|cuda(:\d{1,3})?"
 """What `device` may be."""
@@ -18,179 +25,61 @@ MOST = 2**60
 """Most bytes or tokens of a setting: libraries take sizes of 64 bits."""
 
 
-class EngineSettings(Settings):
-    """One engine: a model on a device behind an HTTP port.
+ON_CUDA = HasEffect(lambda given: given.device_kind == "cuda", "it works only on device cuda")
+ON_CPU = HasEffect(lambda given: given.device_kind == "cpu", "it works only on device cpu")
+ON_SIM = HasEffect(lambda given: given.device_kind == "sim", "it works only on device sim")
+HAS_KV = HasEffect(
+    lambda given: given.device_kind != "sim",
+    "device sim computes no KV; --kv-pool-tokens sets the size of its pool",
+)
+REUSES = HasEffect(lambda given: given.prefix_cache != "off", "--prefix-cache off keeps no KV between requests")
 
-    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables turn on traces
-    (engine/common/otel/README.md). Exit status: 0 after a clean stop, 1 if a step did not end, 2 if the engine
-    cannot start.
-    """
 
-    model: Path = Field(description="Folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
-    served_model_name: str = Field("", description="Name clients use for the model; empty: the folder's name")
+@group("Model", common=("model", "served_model_name", "device", "max_model_len"))
+class ModelSettings(Settings):
+    """What is computed, and where."""
+
+    model: Path = Field(description="folder of the Hugging Face checkpoint; device sim reads its config and tokenizer")
+    served_model_name: str = Field("", description="name that clients use for the model; empty: the folder's name")
     device: str = Field(
-        "cpu",
-        description="Where steps are computed: cpu, cuda, cuda:N, or sim: a GPU's timing, no weights, made-up answers",
+        "cpu", description="cpu, cuda, cuda:N, or sim: a GPU's timing with made-up answers, to try a fleet without GPUs"
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Type of weights and KV; auto: the checkpoint's"
+    dtype: Annotated[Literal["auto", "float32", "float16", "bfloat16"], HAS_KV] = Field(
+        "auto", description="type of weights and KV, to save memory or to compare; auto: the checkpoint's"
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        description="most tokens of prompt and answer together, for shorter limits than the model's; 0: as many as "
+        "model and KV pool allow",
     )
     generation_config: bool = Field(
         True,
-        description="Take sampling fields that a request does not give (temperature, top_p, top_k, min_p, "
-        "repetition_penalty), and the longest answer, from the checkpoint's generation_config.json, as vLLM does; "
-        "off: the API's defaults, for clients that rely on them",
+        description="take sampling fields that a request does not give, and the longest answer, from the checkpoint's "
+        "generation_config.json, as vLLM does; off for clients that rely on the API's defaults",
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; empty: all, 0.0.0.0: all IPv4 addresses")
-    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0: any free one")
-    api_key_file: Path | None = Field(
-        None,
-        description="File of API keys, one a line, # for comments, read again while running; clients and gateways must "
-        "show one of them; none: every client that reaches the engine may use it",
+    attention: Annotated[Literal["auto", "triton", "flashinfer", "flash_attn"], ON_CUDA] = Field(
+        "triton",
+        description="attention on cuda, if a library is faster on your card; auto: an installed one that fits",
     )
-    metrics_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="Separate TCP port of /metrics, at --host; 0: any free one; none: on --admin-port, else on --port",
-    )
-    admin_host: str = Field(
-        "127.0.0.1",
-        description="Address of --admin-port, which asks for no key; empty: all, 0.0.0.0: all IPv4 addresses",
-    )
-    admin_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="TCP port for operators: /reset_prefix_cache, /debug and /metrics; 0: any free one; "
-        "none: they are on --port",
-    )
-    redis_url: str | None = Field(
-        None,
-        description="redis://, rediss:// or unix:// URL of the prefix registry, or "
-        "redis+sentinel://HOST:26379,HOST:26379/MASTER; none: publish nothing",
-    )
-    pod_id: str = Field("", description="Name of this engine in the registry, unique; empty: HOSTNAME:PORT")
-    stride: int = Field(
-        DEFAULT_STRIDE_BYTES, ge=16, le=65536, multiple_of=4, description="Bytes per prefix key; equal in all engines"
-    )
-    lease_s: float = Field(10.0, ge=1, le=3600, description="Seconds until the registry forgets a silent engine")
-    block_size: int = Field(16, description="Tokens per KV block: 16, 32 or 64")
-    kv_cache_bytes: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="Bytes for the KV pool on cpu and cuda; 0: 1 GiB on cpu, kv_memory_share of what is left on cuda",
-    )
-    kv_memory_share: float = Field(
-        0.9, gt=0, le=1, description="KV pool's share of the GPU memory that weights, activations and CUDA graphs leave"
-    )
-    kv_pool_tokens: int = Field(
-        0, ge=0, le=MOST, description="Tokens whose KV the pool holds, on any device; 0: as many as fit kv_cache_bytes"
-    )
-    prefix_cache: Literal["hash", "radix", "off"] = Field(
-        "radix",
-        description="How common prefixes of prompts are found, to reuse their KV. radix: to the token, by a tree; "
-        "hash: whole blocks, by digest; off: no reuse",
-    )
-    eviction: Literal["lru", "lfu", "cost"] = Field(
-        "lfu",
-        description="Which unused KV block is evicted first. lru: the longest unused; lfu: the block shared by the "
-        "fewest requests, so that prompts used once do not push out a shared prefix; cost: the same, weighted by the "
-        "seconds to compute the block again",
-    )
-    pin_share: float = Field(
-        0.25,
-        ge=0,
-        le=0.9,
-        description="Share of the KV pool for prompts that clients ask to keep (cache_control, "
-        "prompt_cache_retention); prompts beyond it are served and not kept; 0: no prompt is kept",
-    )
-    pin_min_tokens: int = Field(
-        1024,
-        ge=1,
-        le=2**31,
-        description="Tokens of the shortest prefix of a prompt that is kept, asked for or unasked",
-    )
-    keep_share: float = Field(
-        0.0,
-        ge=0,
-        le=0.9,
-        description="Share of the KV pool for conversations that are kept unasked: while a tool runs, as long as "
-        "recent tools took, and in case an answer is regenerated; requests that need the room get it; 0: none is kept",
-    )
-    host_cache_bytes: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="Bytes of host memory for KV blocks below the pool: blocks that requests leave are copied there, "
-        "and fetched if that is faster than computing them again; 0: none",
-    )
-    disk_cache_bytes: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="Bytes on disk for KV blocks below the host tier, found again after a restart; 0: none",
-    )
-    disk_cache_path: Path | None = Field(
-        None,
-        description="Folder of the disk tier, used by this engine only: files that engines of other models or versions "
-        "left in it are removed",
-    )
-    shared_cache_path: Path | None = Field(
-        None,
-        description="Folder of the shared tier below these, on a file system that the engines of a model share: each "
-        "engine, even one just started, may fetch what another has stored; none: no such tier",
-    )
-    shared_cache_bytes: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="Bytes that the whole folder may hold, for all models: give all engines the same number; the "
-        "least recently used blocks are removed",
-    )
-    max_step_tokens: int = Field(2048, ge=1, le=2**20, description="Tokens computed in one step")
-    max_running: int = Field(64, ge=1, le=4096, description="Requests that hold KV blocks at once")
-    max_waiting: int = Field(1024, ge=1, le=2**20, description="Most requests that wait; further ones get 429")
-    max_model_len: int = Field(
-        0, ge=0, description="Most tokens of prompt and answer together; 0: as many as model and KV pool allow"
-    )
-    cuda_graphs: bool = Field(True, description="Launch decode steps on cuda as CUDA graphs, captured at start")
-    attention: Literal["auto", "triton", "flashinfer", "flash_attn"] = Field(
-        "triton", description="Attention on cuda; auto: a library that is installed and fits, else the engine's own"
+    cuda_graphs: Annotated[bool, ON_CUDA] = Field(
+        True, description="launch decode steps on cuda as CUDA graphs; off for a faster start or to find a fault"
     )
     exact: bool = Field(
         True,
-        description="On cpu: give a request's logits the same bits with any cache and in any batch; costs "
-        "time on the device (engine/backend/EXACT.md)",
+        description="on cpu: a request's logits have the same bits with any cache and in any batch; off for speed "
+        "(engine/backend/README.md)",
     )
-    threads: int = Field(
+    threads: Annotated[int, ON_CPU] = Field(
         0,
         ge=0,
         le=1024,
-        description="Threads of a torch step on cpu; 0: torch's choice, one per core. Engines that share cores need "
-        "fewer, because each step waits for its slowest thread",
+        description="threads of a step on cpu; fewer for engines that share cores; 0: torch's choice, one per core",
     )
-    text_threads: int = Field(2, ge=1, le=64, description="Threads that render and tokenize requests")
-    token_cache_mib: int = Field(
-        64,
-        ge=0,
-        le=2**20,
-        description="MiB of memory for the tokens of messages that came before, so that what prompts have in common is "
-        "tokenized once; 0: none",
-    )
-    sim_profile: str = Field(
+    sim_profile: Annotated[str, ON_SIM] = Field(
         "h100-8b",
-        description="Timing of device sim: h100-8b, a100-8b, l4-8b, h100-70b-tp4, or a .yaml that calibrate wrote",
+        description="timing of device sim: h100-8b, a100-8b, l4-8b, h100-70b-tp4, or a .yaml that calibrate wrote",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the answers of device sim")
-    step_deadline_s: float = Field(
-        300.0, gt=0, le=86_400, description="Seconds a step may take; after that the device is lost and /health is 503"
-    )
-    drain_s: float = Field(30.0, ge=0, le=3600, description="Seconds running requests may take to end after SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line written")
-    log_format: Format = Field("text", description="Log lines: text, or json, one object per line")
-    config: str | None = Field(None, description="YAML file with any of these settings")
 
     @property
     def model_name(self) -> str:
@@ -209,10 +98,89 @@ class EngineSettings(Settings):
         """cpu, cuda or sim."""
         return self.device.partition(":")[0]
 
-    @field_validator("redis_url")
-    @classmethod
-    def _is_redis_url(cls, url: str | None) -> str | None:
-        return check_redis_url(url) if url else None
+    @model_validator(mode="after")
+    def _check_exact(self) -> Self:
+        if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
+            raise ValueError(f"--exact works only on device cpu, not on {self.device}")
+        return self
+
+
+@group("Clients and keys", common=("host", "port", "api_key_file"))
+class PortSettings(Settings):
+    """Where the engine listens, and who may use it."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every IPv4 address; empty: every one")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    api_key_file: Path | None = Field(
+        None,
+        description="API keys, one a line, of which clients and gateways must show one; read again when it changes; "
+        "none: no key needed",
+    )
+
+
+@group("KV cache", common=("kv_cache_bytes", "kv_memory_share", "host_cache_bytes"))
+class CacheSettings(Settings):
+    """The memory for KV, and what is kept in it."""
+
+    kv_cache_bytes: Annotated[
+        int, HAS_KV, HasEffect(lambda given: not given.kv_pool_tokens, "--kv-pool-tokens sets the size of the KV pool")
+    ] = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="size of the KV pool on cpu and cuda; 0: 1 GiB on cpu, --kv-memory-share of what is left on cuda",
+    )
+    kv_memory_share: Annotated[
+        float,
+        ON_CUDA,
+        HasEffect(lambda given: not given.kv_pool_tokens, "--kv-pool-tokens sets the size of the KV pool"),
+        HasEffect(lambda given: not given.kv_cache_bytes, "--kv-cache-bytes sets the size of the KV pool"),
+    ] = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="KV pool's share of the GPU memory that is left; less if other programs use the card",
+    )
+    kv_pool_tokens: int = Field(
+        0, ge=0, le=MOST, description="size of the KV pool in tokens, on any device; 0: as many as fit"
+    )
+    block_size: int = Field(16, description="tokens per KV block: 16, 32 or 64; larger for libraries that need it")
+    prefix_cache: Literal["hash", "radix", "off"] = Field(
+        "radix",
+        description="how common prefixes are found; radix: to the token; hash: whole blocks; off, to measure without: "
+        "no reuse",
+    )
+    keep_share: Annotated[float, REUSES] = Field(
+        0.0,
+        ge=0,
+        le=0.9,
+        description="for agents: share of the pool for conversations that are kept unasked while a tool runs, and in "
+        "case an answer is regenerated; 0: none",
+    )
+    host_cache_bytes: int = Field(
+        0,
+        ge=0,
+        le=MOST,
+        description="host memory for KV that the pool has no room for; fetched if that beats computing; 0: none",
+    )
+    disk_cache_bytes: int = Field(
+        0, ge=0, le=MOST, description="disk for KV below that, found again after a restart; 0: none"
+    )
+    disk_cache_path: Annotated[
+        Path | None,
+        HasEffect(lambda given: given.device_kind != "sim", "device sim only emulates the time that a disk takes"),
+    ] = Field(
+        None,
+        description="folder of the disk tier, this engine's alone; files of other models or versions in it are removed",
+    )
+    shared_cache_bytes: int = Field(
+        0, ge=0, le=MOST, description="size of the whole shared folder, for all models and the same on all engines"
+    )
+    shared_cache_path: Path | None = Field(
+        None,
+        description="folder below these that the engines of a model share, so that a new engine starts warm; none: no "
+        "such tier",
+    )
 
     @field_validator("prefix_cache", mode="before")
     @classmethod
@@ -228,33 +196,115 @@ class EngineSettings(Settings):
         return value
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_tiers(self) -> Self:
+        is_sim = getattr(self, "device", "") == "sim"
+        if self.host_cache_bytes and self.prefix_cache == "off":
+            raise ValueError("--host-cache-bytes needs --prefix-cache hash or radix: off reuses nothing")
+        if self.disk_cache_bytes and not self.host_cache_bytes:
+            raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
+        if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and not is_sim:
+            raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
+        if bool(self.shared_cache_bytes) != bool(self.shared_cache_path):
+            raise ValueError("--shared-cache-bytes and --shared-cache-path need each other")
+        if self.shared_cache_bytes and not self.host_cache_bytes:
+            raise ValueError("--shared-cache-path needs --host-cache-bytes: blocks pass through the host's memory")
+        if self.shared_cache_bytes and is_sim:
+            raise ValueError("--shared-cache-path does not work on device sim: there is no KV to share")
+        if 0 < self.kv_pool_tokens < self.block_size:
+            raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
+        return self
+
+
+@group("Batching", common=("max_running", "max_step_tokens"))
+class BatchSettings(Settings):
+    """How much is computed at once."""
+
+    max_running: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="requests that hold KV blocks at once; fewer for faster tokens to each; 0: by the pool, from 256",
+    )
+    max_step_tokens: int = Field(
+        2048,
+        ge=1,
+        le=2**20,
+        description="tokens computed in one step; more for throughput, fewer for even gaps between tokens",
+    )
+
+    @model_validator(mode="after")
+    def _check_step(self) -> Self:
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"--max-step-tokens ({self.max_step_tokens}) must be at least --max-running ({self.max_running}): "
                 "every running request may decode a token in one step"
             )
-        if "admin_host" in self.model_fields_set and self.admin_port is None:
-            raise ValueError("--admin-host needs --admin-port")
-        if self.host_cache_bytes and self.prefix_cache == "off":
-            raise ValueError("--host-cache-bytes needs --prefix-cache hash or radix: off reuses nothing")
-        if self.disk_cache_bytes and not self.host_cache_bytes:
-            raise ValueError("--disk-cache-bytes needs --host-cache-bytes: blocks pass through the host's memory")
-        if bool(self.disk_cache_bytes) != bool(self.disk_cache_path) and self.device != "sim":
-            raise ValueError("--disk-cache-bytes and --disk-cache-path need each other")
-        self._check_shared_cache()
-        if self.exact and "exact" in self.model_fields_set and self.device_kind != "cpu":
-            raise ValueError(f"--exact works only on device cpu, not on {self.device}")
-        if 0 < self.kv_pool_tokens < self.block_size:
-            raise ValueError(f"--kv-pool-tokens ({self.kv_pool_tokens}) is less than one block of {self.block_size}")
         return self
 
-    def _check_shared_cache(self) -> None:
-        if bool(self.shared_cache_bytes) != bool(self.shared_cache_path):
-            raise ValueError("--shared-cache-bytes and --shared-cache-path need each other")
-        if not self.shared_cache_bytes:
-            return
-        if not self.host_cache_bytes:
-            raise ValueError("--shared-cache-path needs --host-cache-bytes: blocks pass through the host's memory")
-        if self.device == "sim":
-            raise ValueError("--shared-cache-path does not work on device sim: there is no KV to share")
+
+@group("Redis", common=("redis_url",))
+class RegistrySettings(Settings):
+    """What gateways learn of the cache."""
+
+    redis_url: str | None = Field(
+        None,
+        description="the Redis through which gateways learn what this engine holds: redis://, rediss://, unix:// or "
+        "redis+sentinel://HOST:26379,HOST:26379/MASTER; none: publish nothing",
+    )
+    pod_id: str = Field("", description="name of this engine for gateways, unique; empty: HOSTNAME:PORT")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_redis_url(cls, url: str | None) -> str | None:
+        return check_redis_url(url) if url else None
+
+
+@group("Operating", common=("config", "metrics_port", "admin_port", "drain_s"))
+class OperatingSettings(Settings):
+    """What operators see, and how an engine ends."""
+
+    config: str | None = Field(None, description="YAML file with any of these settings")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="separate port of /metrics, at --host, for Prometheus; 0: any free one; none: on --admin-port, "
+        "else on --port",
+    )
+    admin_port: str | None = Field(
+        None,
+        coerce_numbers_to_str=True,
+        description="port for operators, PORT on loopback or HOST:PORT; it has /reset_prefix_cache, /debug and "
+        "/metrics and asks for no key; none: they are on --port",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe lines that are written"
+    )
+    log_format: Format = Field("text", description="form of log lines on stderr, for a collector of logs: json")
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="after SIGTERM: running requests may take so long; below the supervisor's grace period",
+    )
+
+    @field_validator("admin_port")
+    @classmethod
+    def _check_admin_port(cls, address: str | None) -> str | None:
+        return None if address is None else check_port_address(address)
+
+    @property
+    def admin_address(self) -> tuple[str, int] | None:
+        """Host and port for operators."""
+        return None if self.admin_port is None else port_address(self.admin_port)
+
+
+class EngineSettings(OperatingSettings, RegistrySettings, BatchSettings, CacheSettings, PortSettings, ModelSettings):
+    """Serves a model behind an OpenAI-compatible port, and tells gateways what its KV cache holds.
+
+    `warmroute-engine calibrate` measures a device for --sim-profile. The standard OTEL_* variables turn on traces
+    (engine/common/otel/README.md). Exit status: 0 after a clean stop, 1 if a step did not end, 2 if the engine cannot
+    start.
+    """
+
+    removed = REMOVED

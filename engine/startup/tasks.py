@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from engine.backend.base import Backend
-from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.loop.metrics import EngineMetrics, RegistryState
@@ -18,6 +17,7 @@ from engine.loop.step_loop import EngineLoop
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.startup.background import background
+from engine.startup.constants import CONSTANTS, Constants
 from engine.startup.loaded import LoadedModel, StartError
 from engine.startup.settings import EngineSettings
 from engine.startup.tier_settings import emulated_stores, tiers_over
@@ -42,30 +42,35 @@ async def engine_tasks(
     loaded: LoadedModel,
     port: int,
     force: asyncio.Event | None = None,
+    constants: Constants = CONSTANTS,
 ) -> AsyncIterator[Callable[[], object]]:
     """Run the step loop and the publisher, with the service open to requests. Yields a call that ends the publishing.
 
     Raises BackendStuck at the exit if a step did not end before its deadline, or does not end after `force` is set.
     """
     wake = _Wake()
-    cache, stores, tiers = _memory(settings, loaded, wake)
+    cache, stores, tiers = _memory(settings, constants, loaded, wake)
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
-    scheduler = Scheduler(cache, _scheduler_config(settings), tiers)
-    origin = Origin(
-        settings.model_name, settings.pod_id or f"{socket.gethostname()}:{port}", time.time_ns(), settings.stride
+    running = most_running(settings, constants, loaded.blocks * settings.block_size)
+    places = SchedulerConfig(
+        settings.max_step_tokens, running, constants.max_waiting, least_kept_tokens=constants.pin_min_tokens
     )
-    publisher = _publisher(settings, scheduler, origin)
+    scheduler = Scheduler(cache, places, tiers)
+    origin = Origin(
+        settings.model_name, settings.pod_id or f"{socket.gethostname()}:{port}", time.time_ns(), constants.stride_bytes
+    )
+    publisher = _publisher(settings, constants, scheduler, origin)
     loop = EngineLoop(
         scheduler,
         loaded.backend,
         on_changes=publisher.offer if publisher else _ignore,
         metrics=metrics,
-        step_deadline_s=settings.step_deadline_s,
+        step_deadline_s=constants.step_deadline_s,
         check_in_s=tiers.check_in_s if tiers is not None else None,
     )
     wake.call = lambda: _after_copies(tiers, loop)
-    workers = TextWorkers(settings.text_threads, settings.max_waiting + settings.max_running)
+    workers = TextWorkers(constants.text_threads, constants.max_waiting + running)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
         if tiers is not None:
@@ -92,7 +97,7 @@ async def engine_tasks(
 
 
 def _memory(
-    settings: EngineSettings, loaded: LoadedModel, wake: Callable[[], None]
+    settings: EngineSettings, constants: Constants, loaded: LoadedModel, wake: Callable[[], None]
 ) -> tuple[PrefixCache, Sequence[Store], Tiers | None]:
     """Return the pool's cache, and the tiers below it with their stores. Raises StartError."""
     try:
@@ -100,33 +105,39 @@ def _memory(
             loaded.blocks,
             settings.block_size,
             index=IndexKind(settings.prefix_cache),
-            eviction=Eviction(settings.eviction),
-            pinned_blocks=int(settings.pin_share * loaded.blocks),
+            eviction=constants.eviction,
+            pinned_blocks=int(constants.pin_share * loaded.blocks),
             learnt_blocks=int(settings.keep_share * loaded.blocks),
         )
         stores = loaded.stores or emulated_stores(settings, loaded.blocks)
         plans_ahead = loaded.backend.max_in_flight > 1
-        return cache, stores, tiers_over(settings, cache, stores, wake, plans_ahead=plans_ahead) if stores else None
+        if not stores:
+            return cache, stores, None
+        return (
+            cache,
+            stores,
+            tiers_over(settings, cache, stores, wake, eviction=constants.eviction, plans_ahead=plans_ahead),
+        )
     except MemoryError:
         raise StartError(
             "the lists of KV blocks do not fit the memory: the KV pool or a tier below it is too large"
         ) from None
 
 
-def _scheduler_config(settings: EngineSettings) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_step_tokens=settings.max_step_tokens,
-        max_running=settings.max_running,
-        max_waiting=settings.max_waiting,
-        least_kept_tokens=settings.pin_min_tokens,
-    )
+def most_running(settings: EngineSettings, constants: Constants, pool_tokens: int) -> int:
+    """Return how many requests may run at once: as set, or by the size of the KV pool."""
+    if settings.max_running:
+        return settings.max_running
+    return constants.running(0 if settings.device_kind == "cuda" else pool_tokens, settings.max_step_tokens)
 
 
-def _publisher(settings: EngineSettings, scheduler: Scheduler, origin: Origin) -> Publisher | None:
+def _publisher(
+    settings: EngineSettings, constants: Constants, scheduler: Scheduler, origin: Origin
+) -> Publisher | None:
     if not settings.redis_url:
         return None
     return Publisher(
-        settings.redis_url, origin, lease_s=settings.lease_s, load=scheduler.load, held=scheduler.held_keys
+        settings.redis_url, origin, lease_s=constants.lease_s, load=scheduler.load, held=scheduler.held_keys
     )
 
 

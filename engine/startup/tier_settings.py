@@ -105,6 +105,7 @@ def tiers_over(
     stores: Sequence[Store],
     wake: Callable[[], None],
     *,
+    eviction: Eviction,
     plans_ahead: bool,
 ) -> Tiers:
     """Return the tiers over these stores.
@@ -115,7 +116,7 @@ def tiers_over(
     return make_tiers(
         cache,
         stores,
-        eviction=Eviction(settings.eviction),
+        eviction=eviction,
         step_tokens=settings.max_step_tokens,
         clock=asyncio.get_running_loop().time,
         on_end=wake,

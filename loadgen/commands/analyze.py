@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from engine.common.settings import ConfigError, Settings, load_or_exit
+from engine.common.settings import ConfigError, Settings, group, load_or_exit
 from loadgen.analyze.model import Analysis
 from loadgen.analyze.read import Source, UnusableLog
 from loadgen.analyze.run import analyze
@@ -21,6 +21,7 @@ from loadgen.analyze.spec import AnalysisSpec
 from loadgen.analyze.text import show
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable
+from loadgen.commands.removed import REMOVED
 from loadgen.output.save import write_whole
 from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
 from loadgen.output.style.units import printable
@@ -28,8 +29,11 @@ from loadgen.output.style.units import printable
 PROG = "warmroute-loadgen analyze"
 
 
+@group("Log and caches")
 class AnalyzeSettings(Settings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen analyze FILE`."""
+    """What a log of prompts would gain from prefix caching, and what breaks reuse in it."""
+
+    removed = REMOVED
 
     file: CliPositionalArg[str] = Field(
         description="JSON lines with 'prompt', 'messages' or 'text', request bodies (at the top or in 'body', "
@@ -40,7 +44,6 @@ class AnalyzeSettings(Settings):
         "",
         description="dotted path of the field with the prompt or request body, e.g. log.request; empty: automatic",
     )
-    bytes_per_token: float = Field(4.0, gt=0, le=64, description="bytes of a token, to estimate lengths")
     block_tokens: list[int] = Field(
         [16, 32, 64], description="block sizes of engines, tokens, comma-separated; caches are simulated with the first"
     )
@@ -56,12 +59,6 @@ class AnalyzeSettings(Settings):
     )
     read_cost: float = Field(
         0.0, ge=0, lt=1, description="cost of a token that is found; 1 is the cost without caching"
-    )
-    trace_block_tokens: int | None = Field(
-        None, ge=1, description="tokens of a block of 'hash_ids'; none: worked out from 'input_length'"
-    )
-    memory_mib: int = Field(
-        1024, ge=16, description="memory for keys, MiB; when it is used up, the rest of the file is not read"
     )
     format: Literal["text", "json"] = Field("text", description="what goes to standard output")
     out: str | None = Field(None, description="folder for analysis.json and analysis.txt; none: only standard output")
@@ -80,28 +77,15 @@ class AnalyzeSettings(Settings):
             raise ValueError("must name cache sizes of at least 1 token")
         return sizes
 
-    @model_validator(mode="after")
-    def _check_bytes(self) -> AnalyzeSettings:
-        for size in self.block_tokens:
-            stride = size * self.bytes_per_token
-            if stride < 1 or abs(stride - round(stride)) > 1e-9:
-                raise ValueError(
-                    f"--block-tokens {size} times --bytes-per-token {self.bytes_per_token:g} must be a whole number"
-                )
-        return self
-
     def spec(self) -> AnalysisSpec:
         """Return the settings of the analysis."""
         return AnalysisSpec(
-            bytes_per_token=self.bytes_per_token,
             block_tokens=tuple(self.block_tokens),
             cache_tokens=tuple(self.cache_tokens),
             pods=self.pods,
             seed=self.seed,
             write_cost=self.write_cost,
             read_cost=self.read_cost,
-            memory_bytes=self.memory_mib * 2**20,
-            trace_block_tokens=self.trace_block_tokens,
         )
 
 

@@ -10,9 +10,10 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
+from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import LISTS, OneArmSettings, words_of
 from loadgen.commands.vllm_file import Naming, write_bench_file
 from loadgen.load.arrivals import ArrivalSettings, check_times, mean_turns
@@ -30,12 +31,15 @@ Metric = Literal["ttft", "tpot", "itl", "e2el"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
+@group("Result file of vLLM", common=("num_prompts", "save_result", "result_filename", "percentile_metrics"))
 class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen bench`.
+    """One server, with the flags and the result file of `vllm bench serve`.
 
     Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
     invalid, 130 on Ctrl-C.
     """
+
+    removed = REMOVED
 
     workload: str = Field("random", description=WorkloadSettings.model_fields["workload"].description)
     dataset_name: str | None = Field(

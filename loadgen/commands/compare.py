@@ -10,11 +10,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.common.settings import ConfigError, Settings, load_or_exit
+from engine.common.settings import ConfigError, Settings, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.interrupt import run_interruptible
+from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
 from loadgen.experiment.plan import Plan, Round
@@ -36,8 +37,17 @@ from loadgen.workloads.kinds import KINDS
 PROG = "warmroute-loadgen compare"
 LISTS = ("--goodput", "--arm", "--policies", "--metrics-urls", "--admin-url", "--header")
 """Flags that take several words."""
+MAX_ROUNDS = 10
+"""Most rounds for --precision: five pairs halve the interval of the first, and a further one hardly narrows it."""
+WARMUPS = 8
+"""Short requests before each block, not counted: each pod of a small fleet gets one, and opens its connections."""
+SETTLE_S = 1.0
+"""Seconds of rest between emptying the caches and a block: gateways hear within 50 ms that a cache is empty."""
 
 
+@group(
+    "What is compared", common=("url", "policies", "arm", "baseline", "admin_url", "sessions", "rounds", "precision")
+)
 class ComparedSettings(Settings):
     """Mixin: the arms to compare."""
 
@@ -62,17 +72,12 @@ class ComparedSettings(Settings):
         "repeatable; none: the address of requests",
     )
     sessions: int = Field(50, ge=0, le=10_000_000, description="sessions of each block; 0: all that the data set has")
-    warmup_requests: int = Field(8, ge=1, le=1000, description="short requests before each block, not counted")
-    settle_s: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a block"
-    )
     precision: float = Field(
         0.1,
         gt=0,
         description="rounds are added until the ratio of mean TTFT is known to plus or minus this share of the ratio",
     )
     rounds: int | None = Field(None, ge=1, description="exactly this many rounds; none: as many as --precision needs")
-    max_rounds: int = Field(10, ge=2, description="most rounds for --precision")
     max_time: float = Field(
         1800.0, gt=0, description="seconds; except for the first, no round starts that would end later"
     )
@@ -82,12 +87,15 @@ class ComparedSettings(Settings):
         return arms_of(self.url, self.policies, self.arm, self.metrics_urls, self.admin_url)
 
 
+@group("Requests")
 class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, RequestSettings, ComparedSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen compare`.
+    """Policies of a gateway, or deployments, against each other: the same prompts and schedule, in ABBA order.
 
     Exit status: 0 (also if nothing is distinguishable), 1 if an arm cannot be measured, 2 for bad flags, 3 if the run
     is invalid, 130 on Ctrl-C. Whole rounds are always reported.
     """
+
+    removed = REMOVED
 
     endpoint: Literal["chat", "completions"] = Field("chat", description="OpenAI endpoint")
     time_limit_s: float = Field(300.0, gt=0, description="seconds after which a block is cut off")
@@ -130,13 +138,13 @@ def make_plan(settings: CompareSettings) -> tuple[Plan, Workload]:
         sessions=sessions,
         seed=settings.seed,
         time_limit_s=settings.time_limit_s,
-        stopping=Stopping(settings.precision, settings.max_rounds, settings.max_time, settings.rounds),
+        stopping=Stopping(settings.precision, MAX_ROUNDS, settings.max_time, settings.rounds),
         distinct_rounds=parts,
         tokens_per_word=settings.tokens_per_word,
         max_in_flight=settings.max_concurrency,
         workers=settings.workers,
-        warmup_requests=settings.warmup_requests,
-        settle_s=settings.settle_s,
+        warmup_requests=WARMUPS,
+        settle_s=SETTLE_S,
         objectives_ms=parse_objectives(settings.goodput),
     )
     return plan, workload

@@ -10,9 +10,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
-from engine.common.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
+from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import LISTS, OneArmSettings
 from loadgen.commands.trace_format import FORMATS, format_of, window
 from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec
@@ -28,12 +29,15 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload
 PROG = "warmroute-loadgen replay"
 
 
+@group("Trace", common=("trace", "fixed_schedule", "num_prompts", "speedup", "start_offset_s", "end_offset_s"))
 class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen replay TRACE`.
+    """A request trace against one server.
 
     Exit status: 0, 1 if the server cannot be measured or a file cannot be written, 2 for bad flags, 3 if the run is
     invalid, 130 on Ctrl-C.
     """
+
+    removed = REMOVED
 
     trace: CliPositionalArg[str] = Field(
         description="trace file, plain or gzipped: Mooncake or Bailian JSON lines, BurstGPT or Azure CSV"

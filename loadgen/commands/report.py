@@ -9,8 +9,9 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from engine.common.settings import load_or_exit
+from engine.common.settings import group, load_or_exit
 from loadgen.commands.exit_status import EXIT_FAILED
+from loadgen.commands.removed import REMOVED
 from loadgen.output.save import FORMATS, save
 from loadgen.output.screen import result_screen
 from loadgen.output.settings import Formats, OutputSettings
@@ -18,8 +19,11 @@ from loadgen.output.terminal import print_result
 from loadgen.result.files import ResultUnreadable, read_result
 
 
+@group("Result", common=("result",))
 class ReportSettings(OutputSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen report`."""
+    """Draw a result.json again."""
+
+    removed = REMOVED
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     result: CliPositionalArg[str] = Field(description="result.json of compare, bench, replay, sweep, demo or simulate")

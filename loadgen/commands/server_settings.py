@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import orjson
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec
 from loadgen.load.target import Target
@@ -23,6 +23,7 @@ _SECRETS = ("api_key", "header")
 _COMPLETIONS = ("openai", "vllm")
 
 
+@group("Requests", common=("config", "model", "goodput", "max_concurrency", "workers"))
 class RequestSettings(Settings):
     """Mixin: what every request carries, how many processes send requests, when a run is cut off."""
 
@@ -90,6 +91,7 @@ class RequestSettings(Settings):
         return {name: storable(value) for name, value in (given | hidden).items()}
 
 
+@group("Server", common=("base_url", "backend", "admin_url"))
 class ServerSettings(RequestSettings):
     """Mixin: the server and its preparation; names as in `vllm bench serve`."""
 
@@ -112,7 +114,6 @@ class ServerSettings(RequestSettings):
         "empty: the address of requests",
     )
     num_warmups: int = Field(0, ge=0, le=1000, description="short requests beforehand, all at once, not counted")
-    settle_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds of rest between preparations and load")
 
     @field_validator("base_url", "admin_url")
     @classmethod
@@ -147,18 +148,19 @@ class ServerSettings(RequestSettings):
         is_chat = self.endpoint != "/v1/completions" if self.endpoint else self.backend not in _COMPLETIONS
         return self.target_of(arm, "chat" if is_chat else "completions")
 
-    def load_spec(self, seed: int) -> LoadSpec:
-        """Return how the load is made."""
+    def load_spec(self, seed: int, settle_s: float = 0.0) -> LoadSpec:
+        """Return how the load is made, after so many seconds of rest since the preparations."""
         return LoadSpec(
             seed=seed,
             workers=self.workers,
             warmups=self.num_warmups,
-            settle_s=self.settle_s,
+            settle_s=settle_s,
             tokens_per_word=self.tokens_per_word,
             objectives_ms=parse_objectives(self.goodput),
         )
 
 
+@group("Server", common=("policy",))
 class OneArmSettings(ServerSettings):
     """Mixin: the server of a command that sends one load to it, under one policy."""
 

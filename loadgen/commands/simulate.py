@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
+from loadgen.commands.removed import REMOVED
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
 from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
@@ -33,17 +34,20 @@ PROG = "warmroute-loadgen simulate"
 DEFAULT_ARMS = ("round_robin", "least_loaded", "prefix_hash", "cache_aware", "affinity_groups", "predicted_ttft")
 LISTS = ("--arms", "--seeds", "--die", "--join", "--slow", "--rates")
 """Flags that take several words."""
-SWEEP_ONLY = ("rates", "start_rate", "precision", "point_s", "ttft_growth")
+SWEEP_ONLY = ("rates", "start_rate", "precision", "point_s")
 
 
+@group("The fleet", common=("arms", "baseline", "pods", "profile", "kv_tokens", "sessions", "seeds", "sweep", "rates"))
 class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen simulate`.
+    """A whole fleet of emulated GPU pods in virtual time: our policies, other routers, traces.
 
     No tokens are computed and nothing is sent. The gateway's decisions, the engine's scheduler and its cache run as in
     production, on pods that take the time their profile gives. The same flags give the same result, bit for bit. A
     workload with its own times (a trace) keeps them unless flags say otherwise. Exit status: 0, 1 if a file cannot be
     written, 2 for bad flags, 3 if no request, or hardly any, completed, 130 on Ctrl-C.
     """
+
+    removed = REMOVED
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     arms: list[str] = Field(
@@ -60,12 +64,6 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
     gateways: int = Field(1, ge=1, le=64, description="gateways that take requests in turn; each sees only its own")
-    event_delay_ms: float = Field(
-        2.0, ge=0, description="ms from a pod's message, which is sent 50 ms after a change, to a gateway's index"
-    )
-    network_ms: float = Field(
-        1.0, ge=0, le=60_000, description="milliseconds between gateway and pod, one way, tokenizing included"
-    )
     sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions per run, at most; in a sweep, at least")
     seeds: list[int] = Field(
         [],
@@ -85,9 +83,6 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     )
     point_s: float = Field(
         20.0, gt=0, allow_inf_nan=False, description="least duration of a sweep's step, virtual seconds"
-    )
-    ttft_growth: float = Field(
-        10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
     )
     out: str = Field("out/simulate", description="folder for result.json, report.html, report.md, result.csv and PNGs")
 
@@ -150,7 +145,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             max_running=self.max_running,
         )
         faults = faults_of(self.die, self.join, self.slow, pods)
-        return FleetSpec(pods, faults, network_s=self.network_ms / 1e3, event_delay_s=self.event_delay_ms / 1e3)
+        return FleetSpec(pods, faults)
 
     def chosen_baseline(self) -> str:
         """Return the arm that the others are compared with."""
@@ -214,9 +209,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         with open_progress() as progress:
             if settings.sweep == "rate":
-                sweep = RateSweep(
-                    settings.rates, settings.start_rate, settings.precision, settings.point_s, settings.ttft_growth
-                )
+                sweep = RateSweep(settings.rates, settings.start_rate, settings.precision, settings.point_s)
                 result = simulate_sweep(scenarios[0], settings.arms, sweep, shown, progress)
             else:
                 asked = len(settings.chosen_seeds())

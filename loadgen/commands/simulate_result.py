@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from loadgen.experiment.cautions import cautions, unplayed
-from loadgen.experiment.contrasts import Contrasts, contrasts
+from loadgen.experiment.contrasts import Contrasts, contrasts, over_rounds
 from loadgen.experiment.pairs import pair
 from loadgen.experiment.verdict import able_arms, verdict
 from loadgen.load.arrivals import mean_turns
@@ -45,6 +45,7 @@ def simulate_arms(
     pairs = pair(rounds) if len(arms) > 1 else None
     able = able_arms(made, baseline)
     found = contrasts(pairs, arms, baseline, scenarios[0].seed, able=able) if pairs is not None else Contrasts(())
+    found = over_rounds(found, len(rounds))
     return Result(
         command="simulate",
         created=datetime.now().astimezone().isoformat(timespec="seconds"),

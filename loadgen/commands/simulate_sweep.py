@@ -37,7 +37,6 @@ class RateSweep:
     start: float
     precision: float
     point_s: float
-    ttft_growth: float
 
 
 @dataclass(slots=True)
@@ -127,7 +126,7 @@ def _fill(curve: _Curve, scenario: Scenario, sweep: RateSweep, progress: Progres
             else:
                 run, summary = played(rate, longer_s)
         lower = sorted((point for point in curve.points if _rate(point) < rate), key=_rate)
-        why = reason(summary, run.records, lower, 0.0, sweep.ttft_growth)
+        why = reason(summary, run.records, lower, 0.0)
         if why:
             curve.reasons[rate] = why
         curve.search.add(rate, saturated=bool(why))

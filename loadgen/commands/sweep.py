@@ -10,9 +10,10 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import ConfigError, load_or_exit
+from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
+from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.load.player import take_cancellation
@@ -26,16 +27,23 @@ from loadgen.sweep.saturation import MOST_REQUESTS, check_rate
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
 
 PROG = "warmroute-loadgen sweep"
+MOST_RATE = 10_000.0
+"""Highest rate that a search tries, requests per second: more than one load generator sends."""
+SETTLE_S = 1.0
+"""Seconds of rest between emptying the caches and a step: gateways hear within 50 ms that a cache is empty."""
 
 
+@group("Steps", common=("policies", "rates", "start_rate", "concurrencies", "num_prompts", "precision", "max_time"))
 class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen sweep`.
+    """Rising rate or concurrency up to the knee, and the highest goodput.
 
     A step is saturated in three cases: less than 90 % of its requests were good; they end at less than 95 % of the
     offered rate (over concurrency: more requests at a time bring hardly more throughput); or p99 of TTFT explodes. The
     knee is the highest step below every saturated one. Exit status: 0, 1 if the server cannot be measured, 2 for bad
     flags, 3 if a knee's numbers are invalid, 130 on Ctrl-C.
     """
+
+    removed = REMOVED
 
     policies: list[str] = Field(
         [],
@@ -50,27 +58,17 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     concurrencies: list[int] = Field(
         [], description="sweep over concurrent sessions instead: the steps, comma-separated"
     )
-    start_concurrency: int | None = Field(
-        None, ge=1, description="sweep over concurrent sessions instead: the first step, doubled, then bisected"
-    )
     precision: float = Field(
         0.15, gt=0, le=1, description="bisect until the first saturated step is within this share of the last good one"
     )
-    max_rate: float = Field(10_000.0, gt=0, description="highest rate to try, requests per second")
     burstiness: float = Field(1.0, gt=0, description="shape of the gaps: 1 Poisson, below 1 burstier, inf constant")
     num_prompts: int = Field(100, ge=1, le=10_000_000, description="least number of requests per step")
     point_s: float = Field(
         20.0, gt=0, allow_inf_nan=False, description="least time over which a step's requests are due, seconds"
     )
-    ttft_growth: float = Field(
-        10.0, gt=1, description="a step is saturated when p99 of TTFT is this many times that of the lowest step"
-    )
-    confirm: bool = Field(True, description="run a saturated step a second time; it counts if both runs saturate")
+    confirm: bool = Field(True, description="run a saturated step a second time; off for a quick look")
     max_time: float = Field(
         1800.0, gt=0, description="seconds; except for the first, no step starts that would end later"
-    )
-    settle_s: float = Field(
-        1.0, ge=0, allow_inf_nan=False, description="seconds of rest between emptying the caches and a step"
     )
     num_warmups: int = Field(8, ge=0, le=1000, description="short requests before each step, all at once, not counted")
     time_limit_s: float = Field(300.0, gt=0, description="seconds after which a step is cut off")
@@ -85,21 +83,17 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
 
     @model_validator(mode="after")
     def _check_sweep(self) -> Self:
-        over_rate = [
-            n for n in ("rates", "start_rate", "max_rate", "burstiness", "point_s") if n in self.model_fields_set
-        ]
+        over_rate = [n for n in ("rates", "start_rate", "burstiness", "point_s") if n in self.model_fields_set]
         if self.over_concurrency and over_rate:
             raise ValueError(f"--{over_rate[0].replace('_', '-')} is for a sweep over rates, not over concurrency")
-        if self.concurrencies and self.start_concurrency:
-            raise ValueError("--concurrencies and --start-concurrency exclude each other: give one of them")
         listed = "--rates" if self.rates else "--concurrencies" if self.concurrencies else ""
-        searching = [n for n in ("start_rate", "max_rate", "precision") if n in self.model_fields_set]
+        searching = [n for n in ("start_rate", "precision") if n in self.model_fields_set]
         if listed and searching:
             unused = searching[0].replace("_", "-")
             raise ValueError(f"{listed} and --{unused} exclude each other: listed steps are all that is tried")
         if not self.over_concurrency:
-            check_rate(max(self.rates, default=min(self.start_rate, self.max_rate)), self.point_s)
-        at_once = max(self.concurrencies, default=self.start_concurrency or 1)
+            check_rate(max(self.rates, default=self.start_rate), self.point_s)
+        at_once = max(self.concurrencies, default=1)
         if at_once > MOST_REQUESTS // 10:
             raise ValueError(f"{at_once} sessions at a time are over {MOST_REQUESTS // 10:,}")
         if len(set(self.policies)) < len(self.policies) or not all(self.policies):
@@ -109,13 +103,13 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     @property
     def over_concurrency(self) -> bool:
         """Return whether steps are numbers of concurrent sessions."""
-        return bool(self.concurrencies or self.start_concurrency)
+        return bool(self.concurrencies)
 
     def steps(self) -> Steps:
         """Return the steps that the sweep tries."""
         if self.over_concurrency:
-            return Steps(ArrivalKind.CLOSED, float(self.start_concurrency or 1), [float(c) for c in self.concurrencies])
-        most = min(self.max_rate, MOST_REQUESTS / self.point_s)
+            return Steps(ArrivalKind.CLOSED, 1.0, [float(c) for c in self.concurrencies])
+        most = min(MOST_RATE, MOST_REQUESTS / self.point_s)
         return Steps(ArrivalKind.GAMMA, self.start_rate, self.rates, most=most, burstiness=self.burstiness)
 
 
@@ -127,13 +121,12 @@ def plan(settings: SweepSettings) -> SweepPlan:
     arms = [settings.arm(name or "server", name) for name in names]
     return SweepPlan(
         arms=tuple((arm, settings.target(arm)) for arm in arms),
-        load=settings.load_spec(settings.seed),
+        load=settings.load_spec(settings.seed, SETTLE_S),
         workload=workload,
         steps=steps,
         precision=settings.precision,
         prompts=settings.num_prompts,
         point_s=settings.point_s,
-        ttft_growth=settings.ttft_growth,
         is_confirmed=settings.confirm,
         max_time_s=settings.max_time,
         time_limit_s=settings.time_limit_s,

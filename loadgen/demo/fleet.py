@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from engine.common.settings import group
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.run import ROUNDS, StackSettings, amount_within, compared, cpu_cores, on_stack
 from loadgen.demo.stack import GatewayUrls, Steps, emulated_engines
@@ -24,8 +25,9 @@ MAX_REQUEST_RATE = 24.0
 """Requests per second. Each costs about 25 ms, mostly for tokenizing; a higher rate would measure tokenizing."""
 
 
+@group("Demo")
 class FleetSettings(StackSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo-fleet`."""
+    """The demo with eight emulated H100 pods instead of the CPU engines."""
 
     out: str = Field("out/demo-fleet", description="folder for report.html, result.json and logs/")
     pods: int = Field(8, ge=1, le=64, description="emulated pods, a process each")

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.commands.compare import CompareSettings, make_plan
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
@@ -39,6 +39,7 @@ SLACK = 1.15
 1.15 * total_s."""
 
 
+@group("Demo")
 class StackSettings(Settings):
     """Settings of every demo that starts its own Redis, engines and gateway."""
 
@@ -58,8 +59,9 @@ class StackSettings(Settings):
         return policies
 
 
+@group("Demo")
 class DemoSettings(StackSettings):
-    """Flags, `WARMROUTE_*` environment and YAML keys of `warmroute-loadgen demo`."""
+    """Start Redis, four CPU engines and a gateway on this machine, compare four policies, write the report."""
 
     out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
     pods: int = Field(4, ge=1, le=64, description="engine processes")

@@ -68,7 +68,7 @@ def emulated_engines(profile: str) -> EngineKind:
     """Return engines that emulate the device of a profile, which is built in or a YAML file."""
     return EngineKind(
         f"emulated {profile} engines",
-        ("--device", "sim", "--sim-profile", profile, "--max-running", str(EMULATED_RUNNING), "--text-threads", "1"),
+        ("--device", "sim", "--sim-profile", profile, "--max-running", str(EMULATED_RUNNING)),
         SMALLEST_CHECKPOINT,
         niceness=0,
     )

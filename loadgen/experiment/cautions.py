@@ -169,7 +169,7 @@ def _few_rounds(rounds: int) -> str:
     if rounds == 1:
         return (
             "There was one round: the intervals cover the choice of sessions, not the difference between two runs of"
-            " the same arm. Play more rounds for that."
+            " the same arm, so no arm is judged. Play more rounds for that."
         )
     if rounds < 4:
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -17,6 +17,8 @@ CONFIDENCE = 0.95
 SMALL_EFFECT = 1.05
 """Ratios nearer to 1 than this are called not distinguishable, even if the interval is narrow."""
 Judgement = Literal["better", "worse", "not distinguishable"]
+NOT_JUDGED: Final = "not judged"
+"""Of comparisons over one round: no figure says how much two runs of the same arm differ."""
 DECIDES = "ttft_mean_ms"
 """The metric that decides the verdict and the number of rounds."""
 
@@ -96,6 +98,13 @@ def contrasts(
     absent = {arm: [metric for metric in metrics if arm not in by_metric[metric.name]] for arm in others}
     best, ties = _leaders(contraster, [c for c in found if c.arm in able])
     return Contrasts(tuple(found), _missing(absent, baseline), best, ties)
+
+
+def over_rounds(found: Contrasts, rounds: int) -> Contrasts:
+    """Return the comparisons of this many rounds: over one round, they are only figures, and no arm is the best."""
+    if rounds > 1:
+        return found
+    return Contrasts(tuple(c.model_copy(update={"judgement": NOT_JUDGED}) for c in found.found), found.missing)
 
 
 def _missing(absent: Mapping[str, Sequence[Metric]], baseline: str) -> tuple[str, ...]:

@@ -8,7 +8,15 @@ from datetime import datetime
 import numpy as np
 
 from loadgen.experiment.cautions import cautions, repeated
-from loadgen.experiment.contrasts import CONFIDENCE, DECIDES, SMALL_EFFECT, Contrasts, contrasts, joint_confidence
+from loadgen.experiment.contrasts import (
+    CONFIDENCE,
+    DECIDES,
+    SMALL_EFFECT,
+    Contrasts,
+    contrasts,
+    joint_confidence,
+    over_rounds,
+)
 from loadgen.experiment.lateness import MOST_LAG_SHARE, SHARE_OF_INTERVAL, judged
 from loadgen.experiment.pairs import pair
 from loadgen.experiment.plan import Block
@@ -48,6 +56,7 @@ def result_of(
     )
     arms = judged(arms, found, plan.baseline)
     rounds = len(experiment.rounds)
+    found = over_rounds(found, rounds)
     assert experiment.isolation is not None
     return Result(
         command="compare",
@@ -131,7 +140,7 @@ def _method(arms: int) -> dict[str, str]:
         "interval": f"{joint_confidence(arms):.2%} confidence for each interval, so that those of one metric hold for"
         f" all arms together in {CONFIDENCE:.0%} of experiments (Bonferroni): a bootstrap over rounds and the sessions"
         " in them, widened by Student's t for few sessions and for differences between blocks that their sessions do"
-        " not explain. With one round it covers only sessions",
+        " not explain. With one round it covers only sessions, so nothing is judged",
         "judgement": f"better or worse if the ratio's interval excludes 1 and the effect is at least"
         f" {SMALL_EFFECT - 1:.0%}. The verdict rests on {DECIDES}; of the many other comparisons, some err by chance",
         "validity": "an arm is invalid if the generator's lag may have moved the logarithm of the ratio of mean TTFT"

@@ -28,7 +28,7 @@ class Stopping:
         if self.rounds is not None and rounds >= self.rounds:
             return f"the {counted_rounds(rounds)} asked for"
         if self.rounds is None and rounds >= self.max_rounds:
-            return f"--max-rounds {self.max_rounds}"
+            return f"{counted_rounds(self.max_rounds)}, the most that --precision may take"
         if elapsed_s * (rounds + 1) / rounds > self.max_time_s:
             return f"another round would end after --max-time {self.max_time_s:g} s"
         if self.rounds is None and rounds >= LEAST_ROUNDS and rounds % 2 == 0 and half_width <= self.precision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadgen.experiment.contrasts import Contrasts
+from loadgen.experiment.contrasts import NOT_JUDGED, Contrasts
 from loadgen.measure.validity import in_words
 from loadgen.result.model import Arm, Contrast, Summary
 
@@ -22,7 +22,9 @@ def verdict(arms: Sequence[Arm], contrasts: Contrasts, baseline: str) -> tuple[s
         return (*invalid, f"{baseline} ran alone: there is nothing to compare it with.")
     found = [c for arm in arms if (c := contrasts.of(arm.name)) is not None]
     lines = []
-    if best := contrasts.of(contrasts.best):
+    if found and all(c.judgement == NOT_JUDGED for c in found):
+        lines.append("Not judged: one round does not show how much two runs of one arm differ. Play more rounds.")
+    elif best := contrasts.of(contrasts.best):
         lines.append(_headline(best, contrasts.ties, by_name, base))
         found = [c for c in found if c is not best]
     else:
@@ -79,6 +81,8 @@ def _line(contrast: Contrast, arm: Summary, base: Summary) -> str:
             f"answers sooner than {contrast.baseline} but fails more"
             f" ({failed_share(arm):.1%} of its requests against {failed_share(base):.1%}), so it does not win"
         )
+    elif contrast.judgement == NOT_JUDGED:
+        judged = f"not judged against {contrast.baseline}"
     elif contrast.judgement == "not distinguishable":
         judged = f"not distinguishable from {contrast.baseline}"
     else:

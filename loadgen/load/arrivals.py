@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.workloads.base import Workload
 
 RampStrategy = Literal["linear", "exponential"]
@@ -166,6 +166,7 @@ _IMPLIED: tuple[tuple[str, str], ...] = (
 decides."""
 
 
+@group("When it is sent", common=("arrival", "session_rate", "request_rate", "concurrency"))
 class ArrivalSettings(Settings):
     """When requests are sent. A rate is in sessions, or in requests as in vLLM. Both are equal if each session has one
     turn."""

@@ -66,7 +66,7 @@ def _contrasts(result: Result) -> list[str]:
             interval(c.metric, c.difference),
             ratio(c.ratio),
             count(c.pairs),
-            c.judgement if c.judgement == "not distinguishable" else f"**{c.judgement}**",
+            c.judgement if c.judgement.startswith("not ") else f"**{c.judgement}**",
         ]
         for group in by_metric(result.contrasts).values()
         for c in group

@@ -7,7 +7,7 @@ from typing import Annotated, cast
 
 from pydantic import AfterValidator, Field
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.output.save import DEFAULT_FORMATS, FORMATS, Format
 
 
@@ -23,6 +23,7 @@ def check_formats(formats: list[str]) -> list[str]:
 Formats = Annotated[list[str], AfterValidator(check_formats)]
 
 
+@group("Result", common=("out", "formats"))
 class OutputSettings(Settings):
     """Mixin: where the result goes and in which formats."""
 
@@ -30,7 +31,6 @@ class OutputSettings(Settings):
     formats: Formats = Field(
         list(DEFAULT_FORMATS), description=f"formats to write, comma-separated, any of {', '.join(FORMATS)}"
     )
-    png: bool = Field(False, description="also write each chart as plot-<name>.png (the same as png in --formats)")
 
     @property
     def folder(self) -> Path:
@@ -38,6 +38,5 @@ class OutputSettings(Settings):
         return Path(self.out)
 
     def chosen_formats(self) -> tuple[Format, ...]:
-        """Return `formats`, with png if --png is given."""
-        chosen = [*self.formats, *(["png"] if self.png and "png" not in self.formats else [])]
-        return tuple(cast("Format", name) for name in chosen)
+        """Return `formats`."""
+        return tuple(cast("Format", name) for name in self.formats)

@@ -17,7 +17,7 @@ from loadgen.result.model import Result, Summary
 
 _GAP = 2
 """Characters between columns; one of them is the divider, which rich draws as a blank."""
-_STYLES = {"better": "green", "worse": "red", "not distinguishable": ""}
+_STYLES = {"better": "green", "worse": "red", "not distinguishable": "", "not judged": ""}
 Cell = str | Text
 
 

@@ -166,7 +166,7 @@ class Contrast(_Model):
     pairs: int
     difference: Interval
     ratio: Interval
-    judgement: Literal["better", "worse", "not distinguishable"]
+    judgement: Literal["better", "worse", "not distinguishable", "not judged"]
 
 
 class Arm(_Model):

@@ -31,7 +31,7 @@ from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
-from router.settings.gateway import FOREIGN_TTL_S, RETRIES, SPECULATION_TTL_S
+from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
 from router.views.reported import Counts
 from router.views.sent import Mark
@@ -39,7 +39,7 @@ from router.views.speeds import Speeds
 from router.views.types import PodId, Policy
 
 MODEL = "simulated"
-MAX_ATTEMPTS = 1 + RETRIES
+MAX_ATTEMPTS = 1 + CONSTANTS.retries
 """Maximum number of pods that a request is tried on."""
 
 
@@ -120,8 +120,8 @@ class Gateway:
             Metrics(),
             clock=self._clock,
             stride=stride,
-            speculation_ttl_s=SPECULATION_TTL_S,
-            foreign_ttl_s=FOREIGN_TTL_S,
+            speculation_ttl_s=CONSTANTS.speculation_ttl_s,
+            foreign_ttl_s=CONSTANTS.foreign_ttl_s,
             # A policy made for a bench may override how single pods are viewed.
             wide_from=WIDE_FROM if made is None else sys.maxsize,
             sent_reports=self._sent_reports,

@@ -11,7 +11,7 @@ from loadgen.experiment.contrasts import Contrasts
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.result.model import Arm, Result, Summary, SweepPoint
 from loadgen.sweep.run import Curve, Sweep, step_of
-from loadgen.sweep.saturation import MIN_ACHIEVED_SHARE, MIN_GAIN_SHARE, MIN_GOOD_SHARE
+from loadgen.sweep.saturation import MIN_ACHIEVED_SHARE, MIN_GAIN_SHARE, MIN_GOOD_SHARE, TTFT_GROWTH
 
 
 def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:
@@ -35,7 +35,7 @@ def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:
         partial=sweep.is_interrupted,
         verdict=tuple(_verdict(curve, sweep) for curve in curves),
         cautions=(*_cut_short(sweep), *_cautions(sweep, arms)),
-        definitions={**DEFINITIONS, **_rules(plan.ttft_growth)},
+        definitions={**DEFINITIONS, **_rules()},
     )
 
 
@@ -97,12 +97,12 @@ def _cautions(sweep: Sweep, arms: list[Arm]) -> tuple[str, ...]:
     return (*lines, *(note for curve in sweep.curves for note in curve.arm.notes))
 
 
-def _rules(ttft_growth: float) -> dict[str, str]:
+def _rules() -> dict[str, str]:
     return {
         "saturated": f"less than {MIN_GOOD_SHARE:.0%} of offered requests good (without --goodput: completed); or they"
         f" end at less than {MIN_ACHIEVED_SHARE:.0%} of the rate at which they are due, as the growth of median"
         f" latency from the first to the second half of the step shows; over concurrency: throughput grew by less than"
-        f" {MIN_GAIN_SHARE:.0%} of the proportion by which concurrency grew; or p99 of TTFT is over {ttft_growth:g}"
+        f" {MIN_GAIN_SHARE:.0%} of the proportion by which concurrency grew; or p99 of TTFT is over {TTFT_GROWTH:g}"
         " times that of the lowest step",
         "knee": "the highest step below every saturated one; an arm's numbers are those of its knee",
     }

@@ -58,12 +58,11 @@ class SweepPlan:
     precision: float
     prompts: int
     point_s: float
-    ttft_growth: float
     max_time_s: float
     time_limit_s: float
     """Longest duration of one step."""
-    is_confirmed: bool = True
     """Whether a saturated step runs a second time and counts only if both runs saturate."""
+    is_confirmed: bool = True
     max_in_flight: int | None = None
 
 
@@ -183,7 +182,7 @@ class Sweep:
         summary = arm.summary(played)
         lower = sorted((p for p in curve.points if step_of(p) < step), key=step_of)
         at_a_time = step if plan.steps.over_concurrency else 0.0
-        why = reason(summary, played.run.records, lower, at_a_time, plan.ttft_growth)
+        why = reason(summary, played.run.records, lower, at_a_time)
         if why:
             self._progress.note(
                 f"{arm.spec.name}: {plan.steps.words(step)} {'is' if step == 1 else 'are'} too much: {why}"

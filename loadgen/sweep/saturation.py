@@ -6,7 +6,7 @@ A point of a sweep is saturated if any of these holds (the first one that holds 
 * a sweep over rates: requests ended at less than 95 % of the rate at which they were due (`achieved_share`)
 * a sweep over concurrency: compared with the best lower step, throughput grew by less than a tenth of the proportion
   by which the concurrency grew
-* p99 of TTFT is more than `ttft_growth` times that of the lowest step: a queue builds up
+* p99 of TTFT is more than `TTFT_GROWTH` times that of the lowest step: a queue builds up
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from loadgen.result.model import Summary, SweepPoint
 MIN_GOOD_SHARE = 0.9
 MIN_ACHIEVED_SHARE = 0.95
 MIN_GAIN_SHARE = 0.1
+TTFT_GROWTH = 10.0
+"""Long prompts among short ones alone make p99 a few times larger; only a queue that builds up makes it ten times."""
 MOST_REQUESTS = 10_000_000
 """The most requests of a step that is asked for, as of --num-prompts: with more it would take hours to prepare."""
 _LEAST_REQUESTS = 20
@@ -33,7 +35,7 @@ def check_rate(rate: float, point_s: float) -> None:
         raise ValueError(f"{rate:g} requests/s for --point-s {point_s:g} are over {MOST_REQUESTS:,} requests")
 
 
-def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], point: float, ttft_growth: float) -> str:
+def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], point: float) -> str:
     """Return why the point is saturated; empty: it is not. `lower`: points of the same arm at lower steps, ascending;
     `point`: requests at a time in a sweep over concurrency, else 0."""
     good = good_share(summary)
@@ -47,7 +49,7 @@ def reason(summary: Summary, records: Records, lower: Sequence[SweepPoint], poin
         if gained < MIN_GAIN_SHARE * (point / best.concurrency - 1):
             return f"{point:g} at a time brought {gained:+.0%} throughput over {best.concurrency}"
     first, now = (lower[0].summary if lower else None), summary.ttft.p99_ms
-    if first and first.ttft.p99_ms and now and now > ttft_growth * first.ttft.p99_ms:
+    if first and first.ttft.p99_ms and now and now > TTFT_GROWTH * first.ttft.p99_ms:
         return f"p99 of TTFT is {now / first.ttft.p99_ms:.0f} times that of the lowest step"
     return ""
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 from loadgen.workloads.base import Workload
 from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag_help, kinds_with
 from loadgen.workloads.rag import RagOrder
@@ -18,15 +18,21 @@ LARGEST = 100_000_000
 """Limit of any number that shapes a workload: a prompt with this many tokens is 400 MB."""
 
 
+def workload_help() -> str:
+    """Return the text of --workload: all names, then each with what it is."""
+    return "; ".join([f"one of {', '.join(NAMES)}", *(f"{name}: {about}" for name, about in NAMES.items())])
+
+
 def _flag(name: str, text: str, **limits: Any) -> Any:
     return Field(None, description=flag_help(name, text), **limits)
 
 
+@group("What is sent", common=("workload", "dataset_path", "seed"))
 class WorkloadSettings(Settings):
     """What the requests contain. The same settings and seed give the same sessions in every process."""
 
-    workload: str = Field("tenants", description="; ".join(f"{name}: {about}" for name, about in NAMES.items()))
-    seed: int = Field(1, description="decides prompts and schedule")
+    workload: str = Field("tenants", description=workload_help())
+    seed: int = Field(1, description="decides prompts and schedule; the same seed sends the same")
     reuse_prompts: int = Field(
         0, ge=0, description="sessions of a fixed pool that is sent repeatedly; 0: every prompt is unique"
     )

@@ -298,9 +298,9 @@ def most_connections(wanted: int, descriptors: int) -> int:
     possible = max(1, (descriptors - OWN_DESCRIPTORS) // 2)
     if possible < wanted:
         log.warning(
-            "--max-connections %d is cut to %d: the process may have %d file descriptors (ulimit -n), and a connection "
-            "may need two",
-            *(wanted, possible, descriptors),
+            "at most %d connections of clients may be open, not %d: the process may have %d file descriptors "
+            "(ulimit -n), and a connection may need two",
+            *(possible, wanted, descriptors),
         )
     return min(wanted, possible)
 

@@ -46,10 +46,9 @@ class Source:
 class Streams:
     """Follows the streams of the given pods while `run` runs."""
 
-    def __init__(self, feed: EventFeed, *, topic: str = "", bind: str | None = None) -> None:
+    def __init__(self, feed: EventFeed, *, bind: str | None = None) -> None:
         """`bind`: ZMQ address at which engines connect. Needs a running loop."""
         self._feed = feed
-        self._topic = topic
         self._bind = bind
         self._is_running = False
         self._context: zmq.Context[Any] | None = None
@@ -158,7 +157,6 @@ class Streams:
             self._zmq(),
             address=None if source.port is None else tcp(source.host, source.port),
             replay_address=None if source.replay_port is None else tcp(source.host, source.replay_port),
-            topic=self._topic,
             apply=partial(feed.batch, pod_id),
             forget=partial(feed.forget, pod_id),
             stale=partial(feed.stale, pod_id),
@@ -217,7 +215,7 @@ class Streams:
         assert self._bind is not None
         self._door = door = self._zmq().socket(zmq.SUB)
         options(door)
-        door.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
+        door.setsockopt(zmq.SUBSCRIBE, b"")
         door.bind(self._bind)
         self._loop.add_reader(door.fileno(), self._read_door)
         self._loop.call_soon(self._read_door)

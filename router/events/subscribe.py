@@ -58,7 +58,6 @@ class Stream:
         *,
         address: str | None,
         replay_address: str | None,
-        topic: str = "",
         apply: Callable[[bytes], None],
         forget: Callable[[], None],
         stale: Callable[[], None],
@@ -71,7 +70,6 @@ class Stream:
         self.address = address
         self.replay_address = replay_address
         self._context = context
-        self._topic = topic.encode()
         self._stale = stale
         self._flows = flows
         self._rng = rng or random.Random()
@@ -156,7 +154,7 @@ class Stream:
         assert self.address is not None
         self._sub = sub = self._context.socket(zmq.SUB)
         options(sub)
-        sub.setsockopt(zmq.SUBSCRIBE, self._topic)
+        sub.setsockopt(zmq.SUBSCRIBE, b"")
         self._monitor = sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         self._loop.add_reader(sub.fileno(), self._read_sub)

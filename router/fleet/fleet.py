@@ -57,12 +57,9 @@ class Fleet:
         interval_s: float,
         eject_after: int,
         expected: Iterable[str] = (),
-        ranks: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`expected`: models that exist even while no engine serves them. `ranks`: data-parallel ranks of every engine
-        for which discovery gives none; None: the ranks that are found."""
-        self._ranks = ranks
+        """`expected`: models that exist even while no engine serves them."""
         self._discovery = discovery
         self._probe = probe
         self._interval_s = interval_s
@@ -192,12 +189,11 @@ class Fleet:
         member = self._members.get(pod.url)
         if member is not None and pod in member.pods:
             member.found_ranks = ranks
-            self._use_ranks(member, member.wanted_ranks(self._ranks))
+            self._use_ranks(member, member.wanted_ranks())
 
     def has_given_ranks(self, member: Member) -> bool:
-        """Return whether discovery or a setting gives the engine's data-parallel ranks, so that nobody looks for
-        them."""
-        return self._ranks is not None or member.address.ranks is not None
+        """Return whether discovery gives the engine's data-parallel ranks, so that nobody looks for them."""
+        return member.address.ranks is not None
 
     def failed(self, pod: Pod, reason: str) -> None:
         """Note that a request could not reach `pod`. It counts as a failed probe, and the engine is probed at once."""
@@ -295,7 +291,7 @@ class Fleet:
                 for pod in member.pods:
                     pod.weight = address.weight
                     self._roster.put(pod, answers=member.answers)
-                self._use_ranks(member, member.wanted_ranks(self._ranks))
+                self._use_ranks(member, member.wanted_ranks())
                 continue
             del self._members[url]
             self._unprobed.discard(member)
@@ -400,7 +396,7 @@ class Fleet:
         else:
             ended.update(each.pod_id for each in member.pods)
             self._disown(member)
-            pod = member.begin_life(identity, member.wanted_ranks(self._ranks))
+            pod = member.begin_life(identity, member.wanted_ranks())
             self._owners[identity.pod_id] = member
         if not member.admitted or ended:
             log.info("fleet: pod %s at %s is up", identity.pod_id, member.url)

@@ -78,9 +78,9 @@ class Member:
         """Whether it answers, is not ejected for failing requests, and is not leaving."""
         return self.answers and self.pod is not None and self.pod.faults.standing is Standing.IN
 
-    def wanted_ranks(self, default: int | None) -> Ranks:
-        """Return the ranks given by discovery or by the setting `default`; if none are given, those that were found."""
-        told = default if self.address.ranks is None else self.address.ranks
+    def wanted_ranks(self) -> Ranks:
+        """Return the ranks given by discovery; if it gives none, those that were found."""
+        told = self.address.ranks
         return self.found_ranks if told is None else tuple(range(told))
 
     def begin_life(self, identity: PodIdentity, ranks: Ranks) -> Pod:

@@ -99,6 +99,10 @@ class _Reading:
         return member is self.member and member.pod is not None and member.pod.faults is self._first.faults
 
 
+METRICS_PATH = "/metrics"
+"""Path of the metrics of vLLM, SGLang and every engine that we know."""
+
+
 class Scraper:
     """Reads the metrics of the fleet's engines, except our own engines, which publish."""
 
@@ -107,14 +111,12 @@ class Scraper:
         fetch: Fetch,
         fleet: Fleet,
         *,
-        path: str = "/metrics",
         port: int | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`port`: TCP port of the pages; None: the engine's own."""
         self._fetch = fetch
         self._fleet = fleet
-        self._path = path
         self._port = port
         self._rng = rng or random.Random()
         self._readings: dict[str, _Reading] = {}
@@ -306,7 +308,7 @@ class Scraper:
         url = URL(reading.member.url)
         if self._port is not None:
             url = url.with_port(self._port)
-        page = str(url.with_path("/")).rstrip("/") + self._path
+        page = str(url.with_path("/")).rstrip("/") + METRICS_PATH
         return f"{page.rstrip('/')}/?{reading.query}" if reading.query else page
 
     @staticmethod

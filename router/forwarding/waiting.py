@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, TooManyRequests, Unavailable
@@ -16,15 +16,13 @@ from router.fleet.pod import Pod
 from router.forwarding.exchange import Arrival, Exchange
 from router.overload.flow import Waiting
 from router.overload.full import NO_PODS
-from router.overload.line import TICK_S, Line, LineLimits
+from router.overload.line import TICK_S, WAIT_MARGIN, Line, LineLimits
 from router.overload.saturation import ROOM_S
+from router.overload.standing import Goals, goal_of
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
 
-WAIT_MARGIN = 1.1
-"""A predicted wait is multiplied by this before it is compared with a client's wanted time to the first token, because
-more requests that go first may still come."""
 LONGEST_RETRY_AFTER_S = 60.0
 
 
@@ -36,6 +34,7 @@ class RoomLimits:
     queue_s: float
     activation_s: float
     line: LineLimits
+    goals: Goals = field(default_factory=Goals)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +119,8 @@ class WaitingRoom:
         try:
             if inbound.ttft_slo_s is not None and pods:
                 self._meet(inbound, inbound.ttft_slo_s, waiting, wait_s)
-            elif pods and wait_s is not None and now_s + wait_s > waiting.deadline_s:
-                raise _Late(wait_s)
+            elif pods and avoided is None:
+                self._check_wait(line, waiting, inbound, exchange.arrival, wait_s)
         except _Refusal as refusal:
             self._count(exchange.arrival.tenant.name, refusal.reason)
             raise refusal.error from None
@@ -161,6 +160,18 @@ class WaitingRoom:
         if predicted_s > slo_s:
             raise _Hopeless(slo_s, predicted_s)
         waiting.deadline_s = min(waiting.deadline_s, waiting.arrived_s + slo_s - own_s - ROOM_S)
+
+    def _check_wait(
+        self, line: Line, waiting: Waiting, inbound: Inbound, arrival: Arrival, wait_s: float | None
+    ) -> None:
+        """Give a request that asks for no time its goal. Raises _Refusal if it would wait too long."""
+        now_s = self._loop.time()
+        if wait_s is not None and now_s + wait_s > waiting.deadline_s:
+            raise _Late(wait_s)
+        wanted_s = self._limits.goals.of(inbound.model, arrival.tenant.ttft_goal_s)
+        waiting.goal = goal_of(self._chooser.least_ttft_s(inbound), wanted_s)
+        if line.is_hopeless(waiting, now_s):
+            raise _Standing(wait_s)
 
     async def _wait(self, line: Line, waiting: Waiting, inbound: Inbound, exchange: Exchange) -> frozenset[PodId]:
         placed: asyncio.Future[frozenset[PodId]] = self._loop.create_future()
@@ -221,6 +232,8 @@ class WaitingRoom:
         waited_s = now_s - waiting.arrived_s
         if slo_s is not None and waited_s + ROOM_S >= slo_s / 2:
             self._refuse(waiting, "slo", _Hopeless(slo_s, slo_s + waited_s).error)
+        elif now_s < waiting.deadline_s:
+            self._refuse(waiting, "standing", _Standing(waited_s).error)
         else:
             self._refuse(waiting, "late", _Late(waited_s).error)
 
@@ -247,6 +260,12 @@ class _Refusal(Exception):
 class _Late(_Refusal):
     def __init__(self, wait_s: float) -> None:
         super().__init__("late", _overloaded("every engine is busy, and too many requests wait", wait_s))
+
+
+class _Standing(_Refusal):
+    def __init__(self, wait_s: float | None) -> None:
+        why = "more requests come than the engines can answer in time"
+        super().__init__("standing", _overloaded(why, wait_s))
 
 
 class _Hopeless(_Refusal):

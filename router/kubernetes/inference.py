@@ -67,7 +67,6 @@ class Pool:
     """Selects its pods, in the syntax of a query."""
     ports: tuple[int, ...]
     """Each port is a separate engine in every pod."""
-    picker: str | None = None
     """The Service that gateways ask; None: none is named."""
     failure_mode: str = "FailClose"
     """What gateways do while the picker does not answer."""
@@ -122,7 +121,6 @@ def pool_of(spec: Any) -> Pool:
     return Pool(
         ",".join(f"{name}={value}" for name, value in sorted(read.selector.labels.items())),
         ports,
-        None if picker is None else picker.name,
         "FailClose" if picker is None else picker.failure_mode,
         read.protocol,
     )

@@ -30,18 +30,12 @@ class _Followed:
 
 
 class PoolDiscovery:
-    """The engines of the pool in `table`, which `pools` keeps current. `follow` returns the discovery of a pool's pods.
+    """The engines of the pool in `table`, which `pools` keeps current; `follow` makes the discovery of its pods."""
 
-    `service`: the Service of this picker, if known: a pool that names another Service causes a warning.
-    """
-
-    def __init__(
-        self, pools: Watch[Custom], table: PoolTable, follow: Callable[[Pool], Discovery], *, service: str | None = None
-    ) -> None:
+    def __init__(self, pools: Watch[Custom], table: PoolTable, follow: Callable[[Pool], Discovery]) -> None:
         self._pools = pools
         self._table = table
         self._follow = follow
-        self._service = service
         self._pool: Pool | None = None
         """The pool whose pods are followed."""
         self._said: str | None = None
@@ -137,14 +131,6 @@ class PoolDiscovery:
     def _warn(self, pool: Pool) -> None:
         """Warn about what is valid but hardly intended."""
         name = self._table.name
-        if self._service is not None and pool.picker != self._service:
-            log.warning(
-                "InferencePool %s: endpointPickerRef names %s, but --ext-proc-service is %s: gateways ask "
-                "another picker",
-                name,
-                pool.picker or "no Service",
-                self._service,
-            )
         if pool.failure_mode == "FailOpen":
             log.warning(
                 "InferencePool %s: failureMode FailOpen: an Envoy that streams bodies in full duplex still answers "

@@ -46,20 +46,20 @@ async def connect_to(
 
 
 async def login(
-    kubeconfig: str | None,
     namespace: str | None,
     *,
     environ: Mapping[str, str],
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Cluster:
-    """Return the credentials in the file `kubeconfig`, or the pod's own if None. They name the namespace if `namespace`
-    is None.
+    """Return the credentials in the file that the variable KUBECONFIG names, or the pod's own without it. They name
+    the namespace if `namespace` is None.
 
     Raises ApiError. Runs in a thread, because it reads files and may start a program.
     """
     try:
         async with asyncio.timeout(LOGIN_TIMEOUT_S):
-            if kubeconfig is None:
+            kubeconfig = environ.get("KUBECONFIG")
+            if not kubeconfig:
                 return await _in_thread(partial(_from_service_account, namespace, environ, service_account))
             return await _in_thread(partial(_from_kubeconfig, kubeconfig, namespace))
     except TimeoutError:
@@ -118,7 +118,7 @@ def _from_service_account(namespace: str | None, environ: Mapping[str, str], dir
         raise ApiError(
             Trouble.LOGIN,
             f"no usable service account ({error}); it needs automountServiceAccountToken, "
-            "and a gateway outside the cluster needs --kube-config",
+            "and a gateway outside the cluster needs the variable KUBECONFIG",
         ) from None
 
 
@@ -132,14 +132,14 @@ def _from_kubeconfig(path: str, namespace: str | None) -> Cluster:
         _, active = list_kube_config_contexts(path)
         return _cluster(configuration, namespace or active["context"].get("namespace") or "default")
     except (ConfigException, OSError, ValueError, yaml.YAMLError) as error:
-        raise ApiError(Trouble.LOGIN, f"--kube-config {path} is not usable: {error}") from None
+        raise ApiError(Trouble.LOGIN, f"KUBECONFIG {path} is not usable: {error}") from None
     except (
         AttributeError,
         KeyError,
         TypeError,
     ) as error:  # the YAML is valid, but something in it is missing or of a wrong kind
         why = f"{type(error).__name__}: {error}"
-        raise ApiError(Trouble.LOGIN, f"--kube-config {path} is not usable: it is no kubeconfig ({why})") from None
+        raise ApiError(Trouble.LOGIN, f"KUBECONFIG {path} is not usable: it is no kubeconfig ({why})") from None
 
 
 def _cluster(configuration: Configuration, namespace: str) -> Cluster:

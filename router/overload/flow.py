@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from router.overload.standing import NO_GOAL, Goal
+
 SESSIONS = 1024
 """Sessions of a flow that are told apart; numbers that are equal modulo this share a turn (McKenney's stochastic
 fairness queueing, INFOCOM 1990). A model's queue holds 1,024 requests by default."""
@@ -39,6 +41,8 @@ class Waiting:
     """Set by the queue: of requests that are otherwise equal, the earlier goes first."""
     session: int = 0
     """The client's name of its session, as a number; 0: none."""
+    goal: Goal = NO_GOAL
+    """When its first token should come, for a queue that stands."""
 
     @property
     def key(self) -> tuple[float, int]:

@@ -23,6 +23,7 @@ from router.overload.saturation import (
     is_saturated,
 )
 from router.overload.shares import Shares
+from router.overload.standing import Standing
 from router.views.types import PodId
 
 LOOKED_AT = 8
@@ -38,6 +39,9 @@ CONTENDED_FOR_S = 10.0
 """If a request follows one of another tenant or priority, several come together: for this many seconds, CONTENDED_S is
 the limit in place of SATURATED_S."""
 RATE_HALF_LIFE_S = 5.0
+WAIT_MARGIN = 1.1
+"""A predicted wait is multiplied by this before it is compared with the time to the first token that is wanted, because
+more requests that go first may still come."""
 TICK_S = 0.005
 """How often the owner of a line checks whether a request may go: time alone can give pods room."""
 
@@ -100,6 +104,7 @@ class Line:
         self._queue = FairQueue(limits.requests, limits.bytes)
         self._drain = Drain()
         self._shares = Shares()
+        self._standing = Standing()
         self._tight_until_s = -math.inf
         self._last = ("", 0)
         """Flow and priority of the last request."""
@@ -168,8 +173,26 @@ class Line:
         """Remove and return the requests that have waited for too long."""
         self._drain.goes_on(now_s)
         gone = self._queue.expired(now_s)
+        if (first := next(self._queue.order(), None)) is not None and self._standing.lasts(first.goal, now_s):
+            gone += self._too_late(now_s)
+        for request in gone:
+            self._standing.left(now_s - request.arrived_s, request.goal, now_s)
         self._note(now_s)
         return gone
+
+    def is_hopeless(self, request: Waiting, now_s: float) -> bool:
+        """Return whether a request that comes now would get its first token too late, in a queue that stands."""
+        if not self._standing.lasts(request.goal, now_s):
+            return False
+        spent_s = now_s - request.arrived_s
+        return spent_s + WAIT_MARGIN * (self.wait_s(request) or 0.0) > request.goal.longest_wait_s
+
+    def _too_late(self, now_s: float) -> list[Waiting]:
+        """Remove and return the requests of a standing queue that have waited too long for their goals."""
+        late = [each for each in self._queue.order() if now_s - each.arrived_s > each.goal.longest_wait_s]
+        for request in late:
+            self._queue.remove(request)
+        return late
 
     def next(
         self, pods: Sequence[Place], now_s: float, patience_s: Callable[[Waiting, frozenset[PodId]], float]
@@ -232,6 +255,7 @@ class Line:
         self._drain.let_go(request.tokens)
         self._shares.let_go(request.flow, request.tokens / request.weight, now_s)
         self._queue.serve(request)
+        self._standing.left(now_s - request.arrived_s, request.goal, now_s)
         self._note(now_s)
         return Release(request, avoided)
 
@@ -239,3 +263,4 @@ class Line:
         self._tight_until_s = now_s + TIGHT_S
         if not self._queue:
             self._drain.stops()
+            self._standing.emptied()

@@ -270,7 +270,7 @@ class PeerReader(StreamReader):
             if message.stride != self._outbox.stride:
                 raise DecodeError(
                     f"it has prefix keys every {message.stride} bytes, this gateway every {self._outbox.stride}: "
-                    "start all gateways with the same --stride"
+                    "all gateways must be of one release"
                 )
         except DecodeError as error:
             self._refuse(about, error)

@@ -237,7 +237,7 @@ class RegistryReader(StreamReader):
         if message.stride != self._stride:
             self._complain(
                 f"pod {pod} computes prefix keys every {message.stride} bytes, this gateway every {self._stride}: "
-                "start both with the same --stride",
+                "both must be of one release",
             )
             return None
         return message

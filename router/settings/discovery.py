@@ -2,73 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import orjson
 from pydantic import Field, field_validator, model_validator
 
-from engine.common.settings import Settings, check_unique, check_url, flag_of
+from engine.common.settings import Settings, check_unique, check_url, flag_of, group
 from router.fleet.targets import KubeTarget, check_namespace, check_pool, check_port, numbered, parse_targets
 
+DNS_PORT = 8000
+"""Port of --dns-name without one: that of vLLM and of the bundled engine."""
+WAYS = ("engines", "dns_name", "kube_selector", "kube_targets", "inference_pool")
+"""Settings that each say where engines are; exactly one is given."""
+KUBERNETES = WAYS[2:]
 
+
+@group(
+    "Where engines are",
+    common=("engines", "dns_name", "kube_selector", "kube_namespace", "kube_port", "inference_pool"),
+)
 class DiscoverySettings(Settings):
-    """Models and engines."""
+    """Where engines are found."""
 
-    models: list[str] = Field(
-        [],
-        description="models, comma-separated, that exist even while no engine serves them: requests for them are then "
-        "answered 503, not 404; models of engines that answered once are known anyway",
-    )
-    discovery: Literal["static", "kubernetes", "dns"] = Field(
-        "static",
-        description="where engines are found: in --engines, among the pods of a Kubernetes namespace, or in DNS",
-    )
     engines: list[str] = Field(
-        [],
-        description="static: base URLs of the engines, comma-separated, e.g. http://10.0.0.7:8000; required",
+        [], description="fixed addresses: base URLs, e.g. http://10.0.0.7:8000,http://10.0.0.8:8000"
+    )
+    dns_name: str | None = Field(
+        None,
+        description="outside Kubernetes, or for a headless Service: NAME:PORT whose A or AAAA records are the engines; "
+        "without :PORT: 8000",
     )
     kube_selector: str | None = Field(
-        None, description="kubernetes: label selector of the engines' pods, e.g. app=engine,tier!=test; required"
+        None, description="in Kubernetes: label selector of the engines' pods, e.g. app=vllm,tier!=test"
     )
     kube_namespace: str | None = Field(
-        None, description="kubernetes: namespace of the engines' pods; none: the gateway's own, or the kubeconfig's"
+        None, description="their namespace; none: the gateway's own, or that of $KUBECONFIG's context"
     )
     kube_port: str = Field(
         "http",
         coerce_numbers_to_str=True,
-        description="kubernetes: TCP port of the engines, as a number or a containerPort's name; "
-        "a pod's annotation warmroute.io/port overrides it",
+        description="their port, a number or a containerPort's name; a pod's annotation warmroute.io/port overrides it",
     )
     kube_targets: str | None = Field(
         None,
-        description="kubernetes: several sets of pods, in place of --kube-selector, --kube-namespace and --kube-port: "
-        "a YAML or JSON list such as [{selector: app=vllm, namespace: llm, port: 8000, model: org/name, api_key_file: "
-        "/keys/vllm, kv_events_port: 5557, kv_events_replay_port: 5657, ranks: 2, tls: true}]. "
-        "selector is required, or pool, which names the one InferencePool to follow as --inference-pool does; "
-        "a pod's annotations (warmroute.io/model and so on) override the entry",
+        description="for several sets of pods, in place of these three: YAML or JSON such as [{selector: app=vllm, "
+        "namespace: llm, port: 8000, model: org/name, api_key_file: /keys/vllm, kv_events_port: 5557, "
+        "kv_events_replay_port: 5657, ranks: 2, tls: true}]; a pod's annotations override an entry",
     )
     inference_pool: str | None = Field(
         None,
-        description="kubernetes: InferencePool (inference.networking.k8s.io/v1) in --kube-namespace whose selector and "
-        "targetPorts say which pods are engines, in place of --kube-selector and --kube-port; changes to it are "
-        "followed",
+        description="InferencePool (inference.networking.k8s.io/v1) to follow in --kube-namespace, in place of "
+        "--kube-selector and --kube-port",
     )
     inference_objectives: bool = Field(
         False,
-        description="kubernetes: the endpoint picker uses the priority of the pool's InferenceObjective "
-        "(inference.networking.x-k8s.io/v1alpha2) that a request names in the header x-gateway-inference-objective; "
-        "a request with a priority below 0 is refused if it would have to wait. Needs an InferencePool",
-    )
-    kube_config: str | None = Field(
-        None, description="kubernetes: kubeconfig file whose current context is used; none: the pod's service account"
-    )
-    dns_name: str | None = Field(
-        None, description="dns: name whose A or AAAA records are the engines, e.g. a headless Service's; required"
-    )
-    dns_port: int = Field(8000, ge=1, le=65535, description="dns: TCP port of the engines")
-    dns_max_ttl_s: float = Field(
-        5.0, ge=1, description="dns: seconds after which the name is resolved again; sooner if its TTL is shorter"
+        description="with a pool and --ext-proc-port: requests have the priority of the InferenceObjective that they "
+        "name in x-gateway-inference-objective; below 0: refused if they would wait",
     )
 
     @field_validator("engines")
@@ -108,36 +98,30 @@ class DiscoverySettings(Settings):
     def _check_inference_pool(cls, name: str | None) -> str | None:
         return None if name is None else check_pool(name)
 
+    @field_validator("dns_name")
+    @classmethod
+    def _check_dns_name(cls, name: str | None) -> str | None:
+        if name is not None:
+            dns_address(name)
+        return name
+
     @model_validator(mode="after")
     def _check_discovery(self) -> Self:
-        required = {"static": "engines", "kubernetes": "kube_selector", "dns": "dns_name"}
-        prefixes = {"static": ("engines",), "kubernetes": ("inference_", "kube_"), "dns": ("dns_",)}
-        for kind, prefix in prefixes.items():
-            given = sorted(name for name in self.model_fields_set if name.startswith(prefix))
-            if kind != self.discovery and given:
-                raise ValueError(f"{flag_of(given[0])} needs --discovery {kind}, not {self.discovery}")
-        name = required[self.discovery]
-        if self.kube_targets is not None:
-            others = sorted(self.model_fields_set & {"inference_pool", "kube_selector", "kube_namespace", "kube_port"})
-            if others:
-                raise ValueError(
-                    f"{flag_of(others[0])} and --kube-targets are both given: an entry of --kube-targets has its own "
-                    f"{others[0].removeprefix('kube_').removeprefix('inference_')}; leave one of them out"
-                )
-        if self.inference_pool is not None and (
-            others := sorted(self.model_fields_set & {"kube_selector", "kube_port"})
-        ):
-            raise ValueError(
-                f"{flag_of(others[0])} and --inference-pool are both given: the pool sets it; leave "
-                f"{flag_of(others[0])} out"
-            )
+        ways = [name for name in WAYS if getattr(self, name)]
+        flags = ", ".join(map(flag_of, WAYS))
+        if not ways:
+            raise ValueError(f"one of {flags} is required: it says where engines are")
+        if len(ways) > 1:
+            raise ValueError(f"{flag_of(ways[0])} and {flag_of(ways[1])} are both given: give one of {flags}")
+        way, given = ways[0], self.model_fields_set
+        needs = {"kube_selector": ("kube_namespace", "kube_port"), "inference_pool": ("kube_namespace",)}
+        wrong = [name for name in ("kube_namespace", "kube_port") if name in given and name not in needs.get(way, ())]
+        if wrong and way in KUBERNETES:
+            raise ValueError(f"{flag_of(wrong[0])} and {flag_of(way)} are both given: {flag_of(way)} sets it already")
+        if wrong:
+            raise ValueError(f"{flag_of(wrong[0])} needs --kube-selector, not {flag_of(way)}")
         if self.inference_objectives and self.pool is None:
             raise ValueError("--inference-objectives needs --inference-pool: objectives belong to a pool")
-        if self.kube_targets is not None or self.inference_pool is not None:
-            return self
-        if not getattr(self, name):
-            about = type(self).model_fields[name].description
-            raise ValueError(f"{flag_of(name)} is required with --discovery {self.discovery} ({about})")
         return self
 
     @property
@@ -161,3 +145,11 @@ class DiscoverySettings(Settings):
     def engine_key_files(self) -> tuple[str, ...]:
         """Return the key files of targets that have their own key, each once."""
         return tuple(dict.fromkeys(target.key_file for target in self.targets if target.key_file))
+
+
+def dns_address(text: str) -> tuple[str, int]:
+    """Return name and port of NAME or NAME:PORT. Raises ValueError."""
+    name, _, port = text.partition(":")
+    if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)) or text.endswith(":"):
+        raise ValueError(f"{text!r} must be NAME or NAME:PORT, as in engines.llm.svc:8000")
+    return name, int(port) if port else DNS_PORT

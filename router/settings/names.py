@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from engine.common.settings import Settings
+from engine.common.settings import Settings, group
 
 Shares = tuple[tuple[str, int], ...]
 """Models that a name stands for, each with its weight."""
@@ -18,31 +18,27 @@ MAX_WEIGHT = 1_000_000
 _SHARE = re.compile(r"(?P<model>.+):(?P<weight>[0-9]{1,7})")
 
 
+@group("Names of models", common=("model_alias", "model_split"))
 class NameSettings(Settings):
     """The names that clients may use for models."""
 
+    models: list[str] = Field(
+        [],
+        description="models that exist even while no engine serves them: answered 503, not 404, until one does",
+    )
     model_alias: list[str] = Field(
         [],
-        description="further names under which models may be requested, NAME=MODEL, comma-separated or repeated, e.g. "
-        "gpt-4o=qwen3-8b: engines get MODEL, and answers name MODEL",
+        description="NAME=MODEL, for clients that ask for another name, e.g. gpt-4o=qwen3-8b; answers name MODEL",
     )
     model_split: list[str] = Field(
         [],
-        description="names that stand for several models by weight, NAME=MODEL:WEIGHT,MODEL:WEIGHT, repeated or one "
-        "after the other, e.g. chat=qwen3-8b:90,qwen3-8b-new:10: each conversation, by its first user message and its "
-        "tenant, stays with one of them as long as the weights stay the same. A model of weight 0 gets none",
+        description="NAME=MODEL:WEIGHT,MODEL:WEIGHT, for a canary, e.g. chat=qwen3-8b:90,qwen3-8b-new:10; each "
+        "conversation stays with one model while the weights stay",
     )
     default_model: str | None = Field(
         None,
         min_length=1,
-        description="model, alias or split for requests that name no model; none: the only one that is served, if "
-        "there is one",
-    )
-
-    pass_through: bool = Field(
-        False,
-        description="pass other POST requests below /v1/ to an engine, chosen by load, of the model that their JSON "
-        "body names; clients then reach whatever engines serve there, except the loading of adapters",
+        description="model, alias or split for requests that name none; none: the only one that is served",
     )
 
     @property

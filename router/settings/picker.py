@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from engine.common.settings import Settings, flag_of
+from engine.common.settings import Settings, flag_of, group
 
 
+@group("Endpoint picker", common=("ext_proc_port",))
 class PickerSettings(Settings):
     """Envoy's external processing."""
 
@@ -18,34 +19,20 @@ class PickerSettings(Settings):
         None,
         ge=0,
         le=65535,
-        description="TCP port, at --host, of the endpoint picker: gRPC for Envoy and for gateways of the Gateway API "
-        "Inference Extension, which ask it where each request goes and send it there themselves; with TLS if "
-        "--ext-proc-tls-cert-file or --tls-cert-file is given; 0 takes any free one; none: it is not served",
+        description="port, at --host, of the endpoint picker: gRPC for Envoy and gateways of the Gateway API Inference "
+        "Extension, which send requests themselves; 0: any free one",
     )
     ext_proc_fallbacks: int = Field(
         0,
         ge=0,
         le=8,
-        description="further endpoints that the proxy is told to try, in order, if it cannot use the first. An "
-        "Envoy cluster with the policy override_host takes them; one of type ORIGINAL_DST takes a single endpoint",
+        description="further endpoints that an Envoy cluster with the policy override_host tries, in order; one of "
+        "type ORIGINAL_DST takes none",
     )
-    ext_proc_tls_cert_file: str | None = Field(
+    ext_proc_cert_path: str | None = Field(
         None,
-        description="PEM file of the certificate chain that proxies see at --ext-proc-port, in place of "
-        "--tls-cert-file, read again for each connection; many gateways take a self-signed one",
-    )
-    ext_proc_tls_key_file: str | None = Field(
-        None, description="PEM file of the key of --ext-proc-tls-cert-file, without a password"
-    )
-    ext_proc_service: str | None = Field(
-        None,
-        description="Service that leads to --ext-proc-port; an InferencePool whose endpointPickerRef names another "
-        "causes a warning; none: no check",
-    )
-    ext_proc_test_headers: bool = Field(
-        False,
-        description="follow the header test-epp-endpoint-selection and answer with x-conformance-test-served-endpoint, "
-        "for conformance tests of gateways: any client could choose its endpoint",
+        description="folder with tls.crt and tls.key, as a Secret is mounted, for --ext-proc-port in place of "
+        "--tls-cert-file; read again for each connection",
     )
 
     @model_validator(mode="after")
@@ -58,8 +45,6 @@ class PickerSettings(Settings):
             if getattr(self, "inference_objectives", False):
                 raise ValueError("--inference-objectives needs --ext-proc-port: only the picker uses them")
             return self
-        if (self.ext_proc_tls_cert_file is None) is not (self.ext_proc_tls_key_file is None):
-            raise ValueError("--ext-proc-tls-cert-file and --ext-proc-tls-key-file need each other")
         for url in getattr(self, "engines", ()):
             host = urlsplit(url).hostname or ""
             try:

@@ -50,6 +50,8 @@ from router.peer_sync.shares import TrafficShareValues
 from router.reading.names import Names
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
+from router.settings.constants import CONSTANTS as DEFAULTS
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup.event_sources import sources
 from router.startup.handlers import handlers
@@ -59,6 +61,7 @@ from router.startup.parts import (
     CHOOSER,
     CLIENT_KEYS,
     CONNECTIONS,
+    CONSTANTS,
     DIED,
     DISCOVERY,
     ENGINES,
@@ -105,12 +108,12 @@ SWEEP_KEYS = 2_000
 """Keys of dropped pods that one step looks at. A step takes well under a millisecond."""
 
 
-def build_app(settings: GatewaySettings) -> web.Application:
+def build_app(settings: GatewaySettings, constants: Constants = DEFAULTS) -> web.Application:
     """Return the application, not started. The contexts make what needs a running loop, in this order."""
     metrics, client_keys = Metrics(), ClientKeys()
     guards = [require_key(client_keys, counting_refusals(metrics))] if settings.has_client_keys else []
     app = web.Application(middlewares=[errors, refuse_extra, *guards], client_max_size=settings.max_body_bytes)
-    app[SETTINGS] = settings
+    app[SETTINGS], app[CONSTANTS] = settings, constants
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys
     app[ISOLATION] = Isolation()
     app[NAMES] = Names(settings.names, settings.default_model)
@@ -121,9 +124,9 @@ def build_app(settings: GatewaySettings) -> web.Application:
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     app[CONNECTIONS] = ClientConnections(
         ConnectionLimits(
-            max_connections=most_connections(settings.max_connections, descriptors),
+            max_connections=most_connections(constants.max_connections, descriptors),
             descriptors=descriptors,
-            head_s=settings.head_timeout_s,
+            head_s=constants.head_timeout_s,
             idle_s=settings.keepalive_timeout_s,
             write_s=settings.idle_timeout_s,
             dropped_bytes=max(settings.max_body_bytes, LEAST_DROPPED_BYTES),
@@ -131,7 +134,7 @@ def build_app(settings: GatewaySettings) -> web.Application:
         app[LACKS],
     )
     app[ADMISSION] = Admission(
-        settings.max_in_flight, settings.max_in_flight_body_bytes, settings.max_in_flight_answer_bytes
+        settings.max_in_flight, settings.max_in_flight_body_bytes, constants.max_in_flight_answer_mib * MIB
     )
     app.cleanup_ctx.append(run_tracer)
     app.cleanup_ctx.extend(
@@ -201,7 +204,7 @@ async def _limiter(app: web.Application) -> AsyncIterator[None]:
 
 async def _cache_store(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
-    bounds = CacheBounds(settings.named_caches, settings.named_cache_mib * MIB)
+    bounds = CacheBounds(settings.named_caches, app[CONSTANTS].named_cache_mib * MIB)
     if settings.redis_url is None or not settings.named_caches:
         app[CACHE_STORE] = MemoryCaches(bounds)
         yield
@@ -252,11 +255,12 @@ async def _clients(app: web.Application) -> AsyncIterator[None]:
         context = engine_context(settings.engine_tls_ca_file, settings.engine_tls_server_name)
         if settings.engine_tls_cert_file and settings.engine_tls_key_file:
             certificate = Certificate(context, settings.engine_tls_cert_file, settings.engine_tls_key_file)
-    app[ENGINES] = engines = EngineClient(context, settings.connect_timeout_s)
+    connect_s = app[CONSTANTS].connect_timeout_s
+    app[ENGINES] = engines = EngineClient(context, connect_s)
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=context or True, limit=0, keepalive_timeout=PROBES_IDLE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
             auto_decompress=False,
@@ -271,29 +275,27 @@ async def _clients(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _fleet(app: web.Application) -> AsyncIterator[None]:
-    settings = app[SETTINGS]
-    app[DISCOVERY] = make_discovery(settings)
+    settings, constants = app[SETTINGS], app[CONSTANTS]
+    app[DISCOVERY] = make_discovery(settings, constants)
     app[OBJECTIVES] = make_objectives(settings)
     app[FLEET] = Fleet(
         app[DISCOVERY],
         HttpProbe(
             app[SESSION],
-            settings.probe_timeout_s,
+            constants.probe_timeout_s,
             lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)),
             app[LACKS],
             pods=lambda: app[FLEET].size,
         ),
-        interval_s=settings.probe_interval_s,
-        eject_after=settings.eject_after,
+        interval_s=constants.probe_interval_s,
+        eject_after=constants.eject_after,
         expected=[*settings.models, *app[NAMES].models],
-        ranks=settings.engine_ranks,
     )
     app[SCRAPER] = None
-    if settings.engine_metrics:
+    if settings.engine_metrics_port != 0:
         app[SCRAPER] = Scraper(
             HttpFetch(app[SESSION], lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)), app[LACKS]),
             app[FLEET],
-            path=settings.engine_metrics_path,
             port=settings.engine_metrics_port,
         )
 
@@ -315,8 +317,8 @@ async def _registry(app: web.Application) -> AsyncIterator[None]:
             settings.redis_url,
             app[INDEX],
             fleet.report,
-            stride=settings.stride,
-            lease_s=settings.lease_s,
+            stride=app[CONSTANTS].stride_bytes,
+            lease_s=app[CONSTANTS].lease_s,
             on_life=fleet.heard,
         )
         fleet.listen(lambda change: reader.set_pods(change.pods))
@@ -338,11 +340,11 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     app[EVENTS] = events = EventFeed(
         app[INDEX],
-        stride=settings.stride,
-        belief_ttl_s=settings.foreign_ttl_s,
+        stride=app[CONSTANTS].stride_bytes,
+        belief_ttl_s=app[CONSTANTS].foreign_ttl_s,
         clock=asyncio.get_running_loop().time,
     )
-    app[STREAMS] = Streams(events, topic=settings.kv_events_topic, bind=settings.kv_events_bind)
+    app[STREAMS] = Streams(events, bind=settings.kv_events_bind)
     yield
 
 
@@ -373,7 +375,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 
     async def warm_up() -> None:
         await app[FLEET].wait_probed()
-        loop, timeout_s = asyncio.get_running_loop(), app[SETTINGS].warm_timeout_s
+        loop, timeout_s = asyncio.get_running_loop(), app[CONSTANTS].warm_timeout_s
         until_s = loop.time() + timeout_s
         if isinstance(registry, RegistryReader) and not await registry.wait_warm(timeout_s):
             log.warning("registry: not loaded within %g s; going on without it", timeout_s)

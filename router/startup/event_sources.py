@@ -19,8 +19,6 @@ def sources(members: Iterable[Member], settings: GatewaySettings) -> Mapping[Pod
     An engine with several ranks behind one target is left out: a request cannot choose the rank that has a block.
     """
     found: dict[PodId, Source] = {}
-    if not settings.kv_events:
-        return found
     for member in members:
         for pod in member.pods:
             if pod.epoch is None and (source := _source(pod, member.address, settings)) is not None:

@@ -60,6 +60,7 @@ from router.startup.parts import (
     CHOOSER,
     CLIENT_KEYS,
     CONNECTIONS,
+    CONSTANTS,
     DISCOVERY,
     ENGINES,
     EVENTS,
@@ -109,19 +110,20 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
     registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
     estimates = Estimates()
-    options = PolicyOptions(hash_depth_strides=settings.hash_depth_strides, load_bound=settings.load_bound)
+    constants = app[CONSTANTS]
+    options = PolicyOptions()
     reader = Reader(
         Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
         estimates,
-        stride=settings.stride,
+        stride=constants.stride_bytes,
         default_policy=settings.policy,
         policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
         isolation=app[ISOLATION],
         engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
     )
 
-    shares = settings.redis_url is not None and settings.share_beliefs
-    outbox = new_outbox(f"{socket.gethostname()}:{settings.port}", settings.stride) if shares else None
+    stride = constants.stride_bytes
+    outbox = new_outbox(f"{socket.gethostname()}:{settings.port}", stride) if settings.redis_url else None
     app[SENT_REPORTS] = sent_reports = SentReports(app[REGISTRY].reports, outbox, asyncio.get_running_loop().time)
     sent_reports.listen(app[EVENTS].on_routed)
 
@@ -136,9 +138,9 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         metrics,
         clock=asyncio.get_running_loop().time,
-        stride=settings.stride,
-        speculation_ttl_s=settings.speculation_ttl_s,
-        foreign_ttl_s=settings.foreign_ttl_s,
+        stride=constants.stride_bytes,
+        speculation_ttl_s=constants.speculation_ttl_s,
+        foreign_ttl_s=constants.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         sent_reports=sent_reports,
     )
@@ -157,18 +159,18 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         RoomLimits(
             settings.queue_timeout_s,
             settings.activation_timeout_s,
-            LineLimits(settings.queue_requests, settings.queue_mib * MIB, settings.max_pod_requests),
+            LineLimits(constants.queue_requests, constants.queue_mib * MIB, settings.max_pod_requests),
         ),
     )
     limits = Limits(
         first_byte_s=settings.first_byte_timeout_s,
         idle_s=settings.idle_timeout_s,
-        retries=settings.retries,
+        retries=constants.retries,
         tells_cache=settings.cache_headers,
         resumes=settings.resume_streams,
         hedge_after_s=settings.hedge_after_s,
     )
-    bodies = BodyLimits(settings.body_timeout_s, settings.body_min_rate)
+    bodies = BodyLimits(constants.body_timeout_s, constants.body_min_rate)
     clock = asyncio.get_running_loop().time
     candidates, conversations = Candidates(fleet, app[ROOM], chooser, clock), Conversations(fleet, app[PLACES])
     attempts, accounting = Attempts(fleet, chooser, sessions), FailureAccounting(fleet, chooser, metrics)
@@ -183,7 +185,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         estimates,
         app[ADMISSION],
         bodies,
-        NamedCacheLimits(settings.named_cache_max_ttl_s, settings.max_body_bytes, settings.named_caches > 0),
+        NamedCacheLimits(constants.named_cache_max_ttl_s, settings.max_body_bytes, settings.named_caches > 0),
     )
     app[RECORDER] = Recorder(
         chooser,
@@ -195,7 +197,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         conversations,
         app[TRACER],
     )
-    uploads = UploadLimits(settings.max_body_bytes, settings.max_upload_mib * MIB)
+    uploads = UploadLimits(settings.max_body_bytes, constants.max_upload_mib * MIB)
     reading = Reading(reader, app[NAMED_CACHES], conversations, bodies, uploads)
     app[GENERATE] = Generate(
         admission=app[ADMISSION],
@@ -234,11 +236,11 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         on_refusal=counting_refusals(metrics),
         limits=PickerLimits(
             max_body_bytes=settings.max_body_bytes,
-            body_s=settings.body_timeout_s,
+            body_s=constants.body_timeout_s,
             total_s=settings.total_timeout_s,
             fallbacks=settings.ext_proc_fallbacks,
             tells_cache=settings.cache_headers,
-            takes_tests=settings.ext_proc_test_headers,
+            takes_tests=settings.allow_policy_header,
             has_tenants=settings.tenants_file is not None,
         ),
         objectives=app[OBJECTIVES],

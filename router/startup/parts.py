@@ -36,6 +36,7 @@ from router.picker.parts import PickerParts
 from router.reading.names import Names
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.stored.cache_store import CacheStore
 from router.stored.named_caches import NamedCaches
@@ -46,6 +47,7 @@ from router.tenants.limiter import Limiter
 from router.tenants.usage_log import UsageLog
 
 SETTINGS = web.AppKey("settings", GatewaySettings)
+CONSTANTS = web.AppKey("constants", Constants)
 METRICS = web.AppKey("metrics", Metrics)
 INDEX = web.AppKey("index", PrefixIndex)
 ADMISSION = web.AppKey("admission", Admission)

@@ -15,7 +15,6 @@ from functools import partial
 from aiohttp import web
 
 from engine.common.collector import quiet_collector
-from engine.common.without_effect import without_effect
 from router.edge.background import running_task
 from router.edge.body import no_go_ahead
 from router.edge.connection_limits import ClientConnections, LimitedRunner, want_descriptors
@@ -26,14 +25,16 @@ from router.operators.live_feed import Live
 from router.operators.pages import Pages
 from router.operators.snapshot import Snapshots
 from router.picker.parts import NoPort
+from router.settings.constants import CONSTANTS as DEFAULTS
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app, kept
-from router.startup.idle_settings import RULES
 from router.startup.parts import (
     ADMIN,
     ADMISSION,
     CHOOSER,
     CONNECTIONS,
+    CONSTANTS,
     DIED,
     EXPOSITION,
     FLEET,
@@ -126,14 +127,17 @@ async def run_picker(app: web.Application) -> AsyncIterator[int]:
     """Serve the endpoint picker of the started `app` while the block lasts. Yields its port. Raises NoPort."""
     from router.picker.server import Listen, serving  # takes 10 MB of memory
 
-    settings = app[SETTINGS]
+    settings, constants = app[SETTINGS], app[CONSTANTS]
     assert settings.ext_proc_port is not None
+    cert_file, key_file = settings.tls_cert_file, settings.tls_key_file
+    if settings.ext_proc_cert_path is not None:
+        cert_file, key_file = (f"{settings.ext_proc_cert_path}/{name}" for name in ("tls.crt", "tls.key"))
     listen = Listen(
         settings.host,
         settings.ext_proc_port,
-        settings.max_connections,
-        settings.ext_proc_tls_cert_file or settings.tls_cert_file,
-        settings.ext_proc_tls_key_file or settings.tls_key_file,
+        constants.max_connections,
+        cert_file,
+        key_file,
     )
     async with serving(app[PICKER], app[READINESS].missing, listen) as port:
         yield port
@@ -144,20 +148,20 @@ def operators_connections(app: web.Application) -> ClientConnections:
     return ClientConnections(replace(app[CONNECTIONS].limits, max_connections=OPERATORS), app[LACKS])
 
 
-async def serve(settings: GatewaySettings) -> None:
+async def serve(settings: GatewaySettings, constants: Constants = DEFAULTS) -> None:
     """Serve until SIGTERM or SIGINT, then let started answers finish; a second signal ends them.
 
     Raises CannotListen and UnusableFile if it cannot start. Raises TaskDied after the same drain, but without
     `drain_delay_s`.
     """
-    for words in without_effect(settings, RULES):
+    for words in settings.without_effect():
         log.warning("%s", words)
     stop, force = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: force.set() if stop.is_set() else stop.set())
-    want_descriptors(settings.max_connections)
-    app = build_app(settings)
+    want_descriptors(constants.max_connections)
+    app = build_app(settings, constants)
     async with contextlib.AsyncExitStack() as running:
         certificate: Certificate | None = None
         if settings.tls_cert_file and settings.tls_key_file:
@@ -172,10 +176,10 @@ async def serve(settings: GatewaySettings) -> None:
             runner = make_runner(build_metrics_app(app, connections), connections)
             _, url = await _listen(running, runner, settings.host, settings.metrics_port)
             lines.append(f"metrics on {url}/metrics")
-        if settings.admin_port is not None:
+        if settings.admin_address is not None:
             connections = operators_connections(app)
             runner = make_runner(build_admin_app(app, connections), connections)
-            _, url = await _listen(running, runner, settings.admin_host, settings.admin_port)
+            _, url = await _listen(running, runner, *settings.admin_address)
             lines.append(f"administration on {url}")
         if settings.ext_proc_port is not None:
             try:

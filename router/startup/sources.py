@@ -16,26 +16,21 @@ from router.kubernetes.login import Login, connect, connect_to, login
 from router.kubernetes.pod_source import KubernetesDiscovery
 from router.kubernetes.pods import Ports, annotations_of
 from router.kubernetes.watch import Watch
+from router.settings.constants import CONSTANTS, Constants
+from router.settings.discovery import dns_address
 from router.settings.gateway import GatewaySettings
 
 
-def make_discovery(settings: GatewaySettings) -> Discovery:
+def make_discovery(settings: GatewaySettings, constants: Constants = CONSTANTS) -> Discovery:
     """Return the source of engines that the settings name."""
-    match settings.discovery:
-        case "kubernetes":
-            followed = [(_over_tls(settings, target), target) for target in settings.targets]
-            if len(followed) == 1:
-                return followed[0][0]
-            return SeveralDiscoveries([one for one, _ in followed], [str(target) for _, target in followed])
-        case "dns":
-            assert settings.dns_name is not None
-            discovery = DnsDiscovery(
-                SystemResolver(), settings.dns_name, settings.dns_port, max_ttl_s=settings.dns_max_ttl_s
-            )
-            return OverTls(discovery) if settings.has_engine_tls else discovery
-        case "static":
-            static = StaticDiscovery(settings.engines)
-            return OverTls(static) if settings.has_engine_tls else static
+    if followed := [(_over_tls(settings, target), target) for target in settings.targets]:
+        if len(followed) == 1:
+            return followed[0][0]
+        return SeveralDiscoveries([one for one, _ in followed], [str(target) for _, target in followed])
+    discovery: Discovery = StaticDiscovery(settings.engines)
+    if settings.dns_name is not None:
+        discovery = DnsDiscovery(SystemResolver(), *dns_address(settings.dns_name), max_ttl_s=constants.dns_max_ttl_s)
+    return OverTls(discovery) if settings.has_engine_tls else discovery
 
 
 def make_objectives(settings: GatewaySettings) -> Objectives | None:
@@ -73,7 +68,7 @@ def followed_pool(settings: GatewaySettings, target: KubeTarget) -> PoolDiscover
     def follow(pool: Pool) -> KubernetesDiscovery:
         return _pods(settings, target, pool.selector, pool.ports)
 
-    return PoolDiscovery(pools, table, follow, service=settings.ext_proc_service)
+    return PoolDiscovery(pools, table, follow)
 
 
 def followed_pods(settings: GatewaySettings, target: KubeTarget) -> KubernetesDiscovery:
@@ -92,4 +87,4 @@ def _pods(settings: GatewaySettings, target: KubeTarget, selector: str, port: Po
 
 
 def _credentials(settings: GatewaySettings, target: KubeTarget) -> Login:
-    return partial(login, settings.kube_config, target.namespace, environ=os.environ)
+    return partial(login, target.namespace, environ=os.environ)

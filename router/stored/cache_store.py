@@ -224,7 +224,7 @@ def check_bounds(metas: Collection[CacheMeta], bounds: CacheBounds) -> None:
     size = sum(meta.size for meta in metas)
     if size > bounds.size:
         raise BadRequest(
-            f"with this one, named caches have {size / MIB:.1f} MiB; --named-cache-mib allows {bounds.size / MIB:g}: "
+            f"with this one, named caches have {size / MIB:.1f} MiB; a tenant may have {bounds.size / MIB:g}: "
             "delete one, or store less",
             code="caches_too_large",
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import orjson
 
-from engine.common.log_lines import Format, configure
+from engine.common.log_lines import Format, configure, write_bare
 
 REQUESTS = "router.requests"
 
@@ -49,12 +49,7 @@ class RequestRecord:
 def configure_logging(level: str, *, requests: bool, log_format: Format = "text") -> None:
     """Write program events at `level` and above to stderr; with `requests` also request lines, always as JSON."""
     configure(level, log_format)
-    lines = logging.getLogger(REQUESTS)
-    lines.propagate = False
-    lines.setLevel(logging.INFO if requests else logging.CRITICAL)
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    lines.handlers[:] = [handler]
+    write_bare(REQUESTS, is_on=requests)
 
 
 class RequestLog:

@@ -36,6 +36,8 @@ class Tenant:
     """Its share relative to other tenants when there is not enough for all."""
     highest_priority: int = 0
     """The highest priority that its requests may ask for."""
+    ttft_goal_s: float | None = None
+    """Seconds within which its first tokens should come under overload; 0: no goal; None: the gateway's goal."""
     models: tuple[str, ...] = ("*",)
     """Globs of the names that it may ask for."""
     limits: TenantLimits | None = None

@@ -60,6 +60,7 @@ class _Entry(_Checked):
     requests_at_once: int | None = Field(None, ge=1, le=10**9)
     weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     highest_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    ttft_goal_s: float | None = Field(None, ge=0, le=3600)
     isolation: Literal["none", "tenant"] = "none"
     cache_headers: bool = True
 
@@ -70,6 +71,7 @@ class _Entry(_Checked):
             name=self.name,
             weight=self.weight,
             highest_priority=self.highest_priority,
+            ttft_goal_s=self.ttft_goal_s,
             models=tuple(self.models),
             limits=None if limits == TenantLimits() else limits,
             is_isolated=self.isolation == "tenant",

@@ -75,7 +75,7 @@ def test_engines_ask_for_the_key_that_gateways_show(any_helm: Helm, accepted: st
     settings = load(container(engine, "engine"))
     assert files(gateway, "gateway") == {shown: ("engines", "api-key")}
     assert files(engine, "engine") == {str(settings.api_key_file): ("engines", entry)}
-    assert (settings.admin_host, settings.admin_port) == ("127.0.0.1", 8081)
+    assert settings.admin_address == ("127.0.0.1", 8081)
 
 
 def test_without_a_key_a_reset_reaches_engines_at_the_one_port(any_helm: Helm) -> None:

@@ -84,20 +84,19 @@ def test_settings_arrive_with_their_values(any_helm: Helm) -> None:
                 "policy": "cache_aware",
                 "max_in_flight": 10,
                 "max_in_flight_body_mib": 64,
-                "load_bound": 1.5,
                 "log_requests": True,
                 "shadow_policies": ["predicted_ttft", "round_robin"],
             },
             "models.a": {
                 "source": "random://",
                 "device": "cpu",
-                "settings": {"kv_cache_bytes": 123456789012345, "prefix_cache": False, "seed": 0},
+                "settings": {"kv_cache_bytes": 123456789012345, "prefix_cache": False, "kv_pool_tokens": 0},
             },
             "longestAnswerSeconds": 77,
         }
     )
     gateway = load(container(named(objects, "Deployment", "rel-warmroute-gateway")["spec"]["template"], "gateway"))
-    assert (gateway.policy, gateway.max_in_flight, gateway.load_bound) == ("cache_aware", 10, 1.5)
+    assert (gateway.policy, gateway.max_in_flight) == ("cache_aware", 10)
     assert gateway.max_in_flight_body_mib == 64
     assert gateway.shadow_policies == ["predicted_ttft", "round_robin"]
     assert (gateway.log_requests, gateway.total_timeout_s, gateway.models) == (True, 77, ["a"])
@@ -137,7 +136,6 @@ def test_the_gateway_looks_for_the_pods_that_the_chart_makes(any_helm: Helm) -> 
                 assert f"--port={port['containerPort']}" in one["args"]
                 continue
             assert load(one).port == port["containerPort"]
-            assert load(one).stride == settings.stride
 
 
 def test_existing_engines(any_helm: Helm) -> None:
@@ -214,7 +212,7 @@ def test_probes_and_ports_are_where_the_gateway_listens(any_helm: Helm) -> None:
     assert {p["name"]: p["containerPort"] for p in one["ports"]} == {
         "http": settings.port,
         "metrics": settings.metrics_port,
-        "admin": settings.admin_port,
+        "admin": settings.admin_address[1],
     }
     paths = [one[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")]
     assert paths == ["/health", "/ready", "/health"]

@@ -98,7 +98,7 @@ def ip(name: str) -> str:
 
 @contextlib.asynccontextmanager
 async def following(kubeconfig: Path) -> AsyncIterator[Followed]:
-    credentials = partial(login, str(kubeconfig), NAMESPACE, environ=os.environ)
+    credentials = partial(login, NAMESPACE, environ={**os.environ, "KUBECONFIG": str(kubeconfig)})
     followed = Followed(KubernetesDiscovery(partial(connect, credentials, LABEL), port="http"))
     task = asyncio.create_task(followed.follow())
     try:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -121,12 +123,19 @@ class Seen:
 
 @asynccontextmanager
 async def following(config: Path) -> AsyncIterator[Seen]:
-    line = ["--discovery=kubernetes", f"--kube-config={config}", f"--kube-namespace={NAMESPACE}"]
+    line = [f"--kube-namespace={NAMESPACE}"]
     picker = [f"--inference-pool={POOL}", "--inference-objectives", "--ext-proc-port=9002"]
-    seen = Seen(GatewaySettings.load([*line, *picker], prog="gateway", environ={}))
+    with mock.patch.dict(os.environ, KUBECONFIG=str(config)):
+        seen = Seen(GatewaySettings.load([*line, *picker], prog="gateway", environ={}))
+        async with _following(seen):
+            yield seen
+
+
+@asynccontextmanager
+async def _following(seen: Seen) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(seen.follow()), asyncio.create_task(seen.objectives.run())]
     try:
-        yield seen
+        yield
         assert not any(task.done() for task in tasks)
     finally:
         for task in tasks:

@@ -40,5 +40,5 @@ def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Progr
 @pytest.fixture
 async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
     # Otherwise a gateway starts with what the previous one learnt about the model, here from another test's texts.
-    async with gateway_before(*sim_engines, share_beliefs=False) as stack:
+    async with gateway_before(*sim_engines) as stack:
         yield stack

@@ -12,14 +12,12 @@ from aiohttp import web
 
 from engine.common.sse import SseDecoder
 from engine.contract import headers
-from router.settings.gateway import GatewaySettings
-from router.startup.app import build_app
 from router.startup.parts import INDEX
 from router.startup.serving import make_runner
 from router.views.types import PodId
 from tests.e2e.programs import Program
 from tests.redis_server import RedisServer
-from tests.router.rig.helpers import serving_admin
+from tests.router.rig.helpers import app_of, serving_admin
 
 PODS = 3
 
@@ -75,7 +73,7 @@ class Stack:
 @contextlib.asynccontextmanager
 async def gateway_before(server: RedisServer, engines: list[Program], **settings: object) -> AsyncIterator[Stack]:
     defaults = {"redis_url": server.url, "lease_s": 2.0, "probe_interval_s": 0.3, "port": 0}
-    app = build_app(GatewaySettings(engines=[e.url for e in engines], **{**defaults, **settings}))  # type: ignore[arg-type]
+    app = app_of(engines=[e.url for e in engines], **{**defaults, **settings})
     runner = make_runner(app)
     await runner.setup()
     try:

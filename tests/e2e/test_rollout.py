@@ -74,9 +74,17 @@ def programs(before: Path, tiny_checkpoint: Path) -> Iterator[tuple[list[Program
         flags += ["--redis-url", server.url]
         engines = [Program("engine", *flags, "--port", "0", folder=tree) for tree in (before, HERE)]
         urls = ",".join(stack.enter_context(running(engines)))
-        shared = ["--engines", urls, "--redis-url", server.url, "--port", "0", "--probe-interval-s", "0.3"]
-        doors: list[tuple[Path, list[str]]] = [(before, []), (HERE, ["--admin-port", "0"])]
-        gateways = [Program("router", *shared, *door, folder=tree) for tree, door in doors]
+        shared = ["--engines", urls, "--redis-url", server.url, "--port", "0"]
+        gateways = [
+            Program("router", *shared, "--probe-interval-s", "0.3", folder=before),
+            Program(
+                "tests.router.rig.gateway_program",
+                '{"probe_interval_s": 0.3}',
+                *shared,
+                "--admin-port=0",
+                folder=HERE,
+            ),
+        ]
         stack.enter_context(running(gateways))
         yield engines, gateways, flags
 

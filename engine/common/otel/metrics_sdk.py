@@ -26,8 +26,9 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from engine.common.otel.environment import GRPC
-from engine.common.otel.sdk import needs_grpc, package_version
+from engine.common.otel.sdk import needs_grpc
 from engine.common.settings import ConfigError
+from engine.common.version import program_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter
@@ -45,7 +46,7 @@ class MetricExport:
     def __init__(self, protocol: str, resource: Resource) -> None:
         """Does not connect yet. Raises ConfigError."""
         self._resource = resource
-        self._scope = InstrumentationScope("warmroute", package_version())
+        self._scope = InstrumentationScope("warmroute", program_version())
         self._started_ns = time.time_ns()
         try:
             self._exporter = _exporter(protocol)

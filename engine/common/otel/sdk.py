@@ -5,7 +5,6 @@ It is imported only if traces are turned on, because the import takes 0.3 s.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace as api
@@ -20,6 +19,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from engine.common.otel.environment import GRPC
 from engine.common.otel.tracer import Span, SpanKind, Trace
 from engine.common.settings import ConfigError
+from engine.common.version import program_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -46,7 +46,7 @@ class SpanExport:
             self._provider.add_span_processor(BatchSpanProcessor(_exporter(protocol)))
         except (ValueError, OSError) as error:
             raise ConfigError(f"traces cannot be sent as the OTEL_* variables ask: {error}") from None
-        self._tracer = self._provider.get_tracer("warmroute", package_version())
+        self._tracer = self._provider.get_tracer("warmroute", program_version())
 
     def __call__(self, span: Span) -> None:
         """Queue the span."""
@@ -114,18 +114,10 @@ def needs_grpc(variable: str) -> ConfigError:
     )
 
 
-def package_version() -> str:
-    """Return this program's version; empty if it runs from a folder that was never installed."""
-    try:
-        return version("warmroute")
-    except PackageNotFoundError:
-        return ""
-
-
 def resource_of(service: str, instance: str) -> Resource:
     """Return the sender's attributes: `service`, `instance` and `OTEL_RESOURCE_ATTRIBUTES`. The variable overrides all
     except the service's name."""
     said = OTELResourceDetector().detect().attributes
-    own = {"service.instance.id": instance, "service.version": package_version()}
+    own = {"service.instance.id": instance, "service.version": program_version()}
     own = {key: value for key, value in own.items() if value and key not in said}
     return Resource.create({**own, "service.name": service})

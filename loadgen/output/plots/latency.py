@@ -159,7 +159,7 @@ def contrast_forest(result: Result) -> Plot | None:
     names = list(dict.fromkeys(c.arm for c in drawn))
     keys = (
         *(Key(name, slots.get(name, 1), "dot") for name in names),
-        Key("hollow: not distinguishable", None, "hollow"),
+        Key("hollow: no difference shown", None, "hollow"),
     )
     told = "; ".join(
         f"{metric_label(c.metric)} {c.arm} {c.ratio.value:.2f} times{_ends(c.ratio)}, {c.judgement}" for c in drawn
@@ -204,7 +204,7 @@ def _whisker(axes: Axes, row: int, contrast: Contrast, slot: int, limits: tuple[
     if found.low is not None and found.high is not None:
         ends = max(found.low, limits[0]), min(found.high, limits[1])
         axes.plot(ends, (row, row), color=colour, linewidth=1.6)
-    filled = contrast.judgement != "not distinguishable"
+    filled = contrast.judgement in ("better", "worse")
     axes.plot(found.value, row, "o", color=colour, markersize=5.5, markerfacecolor=colour if filled else theme.PAPER)
     text = f"{found.value:.2f}x {contrast.judgement}" if filled else f"{found.value:.2f}x"
     axes.text(1, row, text, va="center", ha="right", transform=axes.get_yaxis_transform(), fontsize=9.5)

@@ -63,6 +63,16 @@ class Setting:
     seconds: float
     gateways: int = 1
     pod_requests: int = 0
+    timeout_s: float = TIMEOUT_S
+
+
+ARMS: tuple[Callable[[int], Asked] | None, ...] = (
+    None,
+    lambda _: Asked(has_goal=False),
+    lambda _: Asked(),
+    lambda _: Asked(ttft_slo_s=TTFT_S),
+)
+"""No queue, a queue that keeps everybody for `timeout_s`, a queue that sheds when it stands, times asked for."""
 
 
 def workload(kind: str, seed: int, requests: int) -> Workload:
@@ -96,7 +106,7 @@ def play(setting: Setting, rate: float, asked: Callable[[int], Asked] | None) ->
         on_record=records.append,
     )
     limits = LineLimits(1024, 2**26, setting.pod_requests)
-    simulation.run([_router(simulation, asked, TIMEOUT_S, limits) for _ in range(setting.gateways)])
+    simulation.run([_router(simulation, asked, setting.timeout_s, limits) for _ in range(setting.gateways)])
     return [record for record in records if record.intended_s >= WARM_S]
 
 
@@ -163,14 +173,17 @@ def below(seeds: Sequence[int]) -> None:
 
 def goodput(seeds: Sequence[int], seconds: float) -> None:
     """Print how much is served in time at several loads."""
-    print("| workload | gateways | offered / capacity | without | queue | queue, times to the first token asked for |")
-    print("|---|--:|--:|--:|--:|--:|")
+    print("| workload | gateways | offered / capacity | without | queue that keeps all | queue | times asked for |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
     for kind, capacity in CAPACITY.items():
-        for gateways, loads in ((1, (0.75, 1.0, 1.5, 2.0)), (3, (1.0, 2.0))):
+        for gateways, loads in ((1, (0.75, 1.0, 1.5, 2.0, 4.0)), (3, (1.0, 2.0, 4.0))):
             for load in loads:
                 rates: list[list[float]] = []
-                for asked in (None, lambda _: Asked(), lambda _: Asked(ttft_slo_s=TTFT_S)):
-                    runs = [play(Setting(kind, seed, seconds, gateways), load * capacity, asked) for seed in seeds]
+                for asked in ARMS:
+                    runs = [
+                        play(Setting(kind, seed, seconds, gateways, timeout_s=10.0), load * capacity, asked)
+                        for seed in seeds
+                    ]
                     rates.append([in_time(run) / (seconds - WARM_S) / capacity for run in runs])
                 shown = " | ".join(", ".join(f"{rate:.2f}" for rate in of_arm) for of_arm in rates)
                 print(f"| {kind} | {gateways} | {load:g} | {shown} |", flush=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.pods.routing import HELD, Offered
-from router.forwarding.waiting import WAIT_MARGIN
 from router.overload.flow import Waiting
-from router.overload.line import TICK_S, Line, LineLimits
+from router.overload.line import TICK_S, WAIT_MARGIN, Line, LineLimits
 from router.overload.saturation import ROOM_S
+from router.overload.standing import NO_GOAL, goal_of
 from router.views.types import PodId
 
 STRIDE = 256
@@ -25,6 +25,8 @@ class Asked:
     weight: float = 1.0
     priority: int = 0
     ttft_slo_s: float | None = None
+    has_goal: bool = True
+    """Whether the queue sheds the request if it stands, as it does by default."""
 
 
 class Queued(Gateway):
@@ -61,12 +63,13 @@ class Queued(Gateway):
             now_s + self._timeout_s,
         )
         wait_s = 0.0 if avoided is not None else self._line.wait_s(waiting)
+        own_s = self._chooser.least_ttft_s(self._inbound(request))
+        waiting.goal = goal_of(own_s, None) if asked.has_goal else NO_GOAL
         if asked.ttft_slo_s is not None:
-            own_s = self._chooser.least_ttft_s(self._inbound(request))
             if WAIT_MARGIN * (wait_s or 0.0) + own_s > asked.ttft_slo_s:
                 return None
             waiting.deadline_s = min(waiting.deadline_s, now_s + asked.ttft_slo_s - own_s - ROOM_S)
-        elif wait_s is not None and wait_s > self._timeout_s:
+        elif (wait_s is not None and wait_s > self._timeout_s) or self._line.is_hopeless(waiting, now_s):
             return None
         if avoided is not None:
             return super().choose(request, [*excluded, *avoided], now_s)

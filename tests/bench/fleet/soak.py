@@ -56,6 +56,9 @@ ENGINE_IN_FLIGHT = "warmroute_gateway_engine_in_flight"
 RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
+GATEWAY = "tests.router.rig.gateway_program"
+
+
 class Service:
     """A program that restarts at the same address."""
 
@@ -79,7 +82,7 @@ class Service:
     def metrics(self) -> str:
         """Return the URL of its metrics."""
         assert self.program is not None
-        return f"{self.program.admin if self.module == 'router' else self.url}/metrics"
+        return f"{self.program.admin if self.module == GATEWAY else self.url}/metrics"
 
     async def start(self) -> None:
         self.program = Program(self.module, *self.flags)
@@ -300,10 +303,21 @@ async def started(engines: int, redis: RedisServer, folder: Path) -> AsyncIterat
     flags = ["--model", str(folder), "--served-model-name", MODEL, "--device", "sim", "--redis-url", redis.url]
     pods = [Service("engine", *flags, "--pod-id", f"pod-{i}") for i in range(engines)]
     urls = ",".join(pod.url for pod in pods)
-    limits = ["--first-byte-timeout-s", "5", "--idle-timeout-s", "5", "--probe-interval-s", "0.5"]
-    limits += ["--drain-delay-s", "1.5", "--lease-s", "5"]
+    limits = ["--first-byte-timeout-s", "5", "--idle-timeout-s", "5"]
+    limits += ["--drain-delay-s", "1.5"]
     gateways = [
-        Service("router", "--engines", urls, "--redis-url", redis.url, "--admin-port", "0", *limits) for _ in range(2)
+        Service(
+            GATEWAY,
+            '{"probe_interval_s": 0.5, "lease_s": 5.0}',
+            "--engines",
+            urls,
+            "--redis-url",
+            redis.url,
+            "--admin-port",
+            "0",
+            *limits,
+        )
+        for _ in range(2)
     ]
     try:
         await asyncio.gather(*(pod.start() for pod in pods))

@@ -206,6 +206,9 @@ class Client(asyncio.Protocol):
             self.send()
 
 
+PATIENT = '{"probe_timeout_s": 30.0, "connect_timeout_s": 30.0}'
+
+
 def chat(text: str, kind: str) -> bytes:
     """Return a request for an answer of that kind."""
     messages = [{"role": "user", "content": f"{text} kind={kind}"}]
@@ -361,12 +364,13 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
                     # A busy machine may stop everything for seconds, although the engines are well.
                     started(
                         *python,
-                        "router",
+                        "tests.router.rig.gateway_program",
+                        PATIENT,
                         "--port=0",
-                        f"--engines={engines}",
-                        f"--policy={policy}",
-                        "--probe-timeout-s=30",
-                        "--connect-timeout-s=30",
+                        "--engines",
+                        engines,
+                        "--policy",
+                        policy,
                     )
                 ),
             ),

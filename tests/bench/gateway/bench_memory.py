@@ -26,7 +26,7 @@ import uvloop
 from aiohttp import web
 
 from engine.common.collector import quiet_collector
-from engine.common.settings import load_or_exit
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
 from router.startup.parts import ADMISSION, FLEET, INDEX
@@ -83,9 +83,8 @@ async def run(requests: int, step: int, pods: int, prompts: int, index_keys: int
             running.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         # The engines answer when this process gets a core, which may take long on a busy machine.
-        patient = ("--connect-timeout-s", "60", "--probe-timeout-s", "60")
-        settings = load_or_exit(GatewaySettings, ["--engines", ",".join(urls), "--port", "0", *patient], "bench_memory")
-        app = build_app(settings)
+        patient = Constants(connect_timeout_s=60.0, probe_timeout_s=60.0)
+        app = build_app(GatewaySettings(engines=urls, port=0), patient)
         runner = make_runner(app)
         await runner.setup()
         running.push_async_callback(runner.cleanup)

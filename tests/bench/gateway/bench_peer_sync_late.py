@@ -83,7 +83,7 @@ def serve_gateway(pipe: Pipe, number: int, of: int, engines: Sequence[str], redi
 
     async def run() -> None:
         settings = GatewaySettings(
-            engines=list(engines), redis_url=redis_url, policy="predicted_ttft", engine_metrics=False
+            engines=list(engines), redis_url=redis_url, policy="predicted_ttft", engine_metrics_port=0
         )
         app = build_app(settings)
         runner = make_runner(app)

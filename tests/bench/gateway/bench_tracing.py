@@ -45,6 +45,8 @@ SENDINGS = 10
 ARMS = {"off": {}, "off again": {}, "1 %": {"OTEL_TRACES_SAMPLER_ARG": "0.01"}, "all": {"OTEL_TRACES_SAMPLER_ARG": "1"}}
 FIELDS = {"Host": "bench", "Content-Type": "application/json", "Accept": "*/*", "User-Agent": "x", "X-A": "b"}
 
+PATIENT = '{"probe_timeout_s": 30.0, "connect_timeout_s": 30.0}'
+
 
 def least_us(call: Callable[[], object]) -> float:
     """Return the CPU microseconds of one call, in the fastest round."""
@@ -127,11 +129,11 @@ def compare(repeats: int, count: int) -> None:
                     *variables,
                     sys.executable,
                     "-m",
-                    "router",
+                    "tests.router.rig.gateway_program",
+                    PATIENT,
                     "--port=0",
-                    f"--engines={engines}",
-                    "--probe-timeout-s=30",
-                    "--connect-timeout-s=30",
+                    "--engines",
+                    engines,
                 )
             )
             wait_ready(arms[name][0], PODS)

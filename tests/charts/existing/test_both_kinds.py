@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import ssl
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trustme
 from aiohttp import web
@@ -139,10 +141,9 @@ async def test_one_gateway_serves_all_of_them_by_its_rendered_command_line(any_h
                 }
             )
         )
+        stack.enter_context(mock.patch.dict(os.environ, KUBECONFIG=str(config)))
         settings = {
-            "discovery": "kubernetes",
             "kube_targets": given.replace("/etc/warmroute", f"{tmp_path}/etc/warmroute"),
-            "kube_config": str(config),
             "engine_tls_ca_file": str(tmp_path / "ca.pem"),
         }
         gateway = await stack.enter_async_context(running(*engines, **settings))

@@ -79,7 +79,7 @@ def test_pool_service_and_program_name_each_other(any_helm: Helm) -> None:
         (opened,) = [p for p in container(template, "gateway")["ports"] if p["name"] == port["targetPort"]]
         assert opened["containerPort"] == settings.ext_proc_port == port["port"] == ref["port"]["number"]
         assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
-        assert (settings.ext_proc_service, settings.pool.pool) == (ref["name"], pool["metadata"]["name"])
+        assert settings.pool.pool == pool["metadata"]["name"]
         assert pool["metadata"]["namespace"] == settings.pool.namespace == service["metadata"]["namespace"]
     assert (
         named(any_helm.render(PICKER), "Service", "rel-warmroute-picker")["spec"]["ports"][0]["appProtocol"] == "http2"
@@ -185,8 +185,7 @@ def test_proxies_reach_picker_and_engines_and_nobody_else_does(any_helm: Helm) -
 def test_a_certificate_of_yours_or_one_made_at_install(any_helm: Helm) -> None:
     objects = any_helm.render(PICKER)
     settings, mounted = gateway(objects), files(template_of(objects, "Deployment", "gateway"), "gateway")
-    assert settings.ext_proc_tls_cert_file == "/etc/warmroute/picker-tls/tls.crt"
-    assert settings.ext_proc_tls_key_file == "/etc/warmroute/picker-tls/tls.key"
+    assert settings.ext_proc_cert_path == "/etc/warmroute/picker-tls"
     assert mounted["/etc/warmroute/picker-tls/*"] == ("picker", "*")
     made = any_helm.render({**SWITCHED_ON, **MODEL, "endpointPicker.tls.selfSigned": True})
     mounted = files(template_of(made, "Deployment", "gateway"), "gateway")
@@ -199,7 +198,7 @@ def test_a_certificate_of_yours_or_one_made_at_install(any_helm: Helm) -> None:
     assert "rel-warmroute-picker.ns.svc" in names
     assert certificate.not_valid_after_utc - certificate.not_valid_before_utc > datetime.timedelta(days=3600)
     plain = gateway(any_helm.render({**SWITCHED_ON, **MODEL}))
-    assert (plain.ext_proc_tls_cert_file, plain.ext_proc_tls_key_file) == (None, None)
+    assert plain.ext_proc_cert_path is None
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

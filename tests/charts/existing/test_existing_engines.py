@@ -15,6 +15,7 @@ from router.endpoints.stored_responses import STORED
 from router.kubernetes import pods as kubernetes_pods
 from router.reading.by_load import BY_LOAD, UPLOADS
 from router.routing.policies import POLICY_NAMES
+from router.settings.constants import CONSTANTS
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
 from tests.charts.chart import CHART, ROOT, Helm, container, named, of_kind
@@ -57,7 +58,7 @@ def test_the_values_and_settings_it_names_exist() -> None:
     paths = {words.partition(":")[0] for words in QUOTED if words.partition(".")[0] in roots}
     assert {"gateway.replicas", "engines.existing", "monitoring.podMonitor.enabled"} <= paths
     assert paths <= known
-    assert f"`gateway.settings.foreign_ttl_s` ({defaults['foreign_ttl_s']:g})" in SECTION
+    assert f"{CONSTANTS.foreign_ttl_s / 60:g} minutes" in SECTION
     policies = set(re.findall(r"`gateway\.settings\.policy: (\w+)`", SECTION))
     assert policies
     assert policies < set(POLICY_NAMES) - {defaults["policy"]}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from pydantic import AfterValidator, Field
 
-from engine.common.settings import ConfigError, Settings, check_redis_url
+from engine.common.settings import ConfigError, HasEffect, Settings, check_redis_url, group
 
 
 class Example(Settings):
@@ -189,5 +191,73 @@ def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
         load("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--deadline-s", "deadline in seconds", "30.0", "--no-admin", "8000", "comma-separated"):
+    for word in ("--deadline-s SECONDS", "deadline in seconds", "default: 30", "--admin", "8000", "comma-separated"):
         assert word in text
+
+
+@group("Where", common=("port",))
+class Where(Settings):
+    """A group."""
+
+    port: int = Field(0, description="port; more words; 0: any free one")
+    path: Annotated[str, HasEffect(lambda given: given.port != 0, "it needs --port")] = Field("/", description="path")
+
+
+@group("How")
+class How(Settings):
+    """Another group."""
+
+    retries: int = Field(2, description="further tries " + "and many more words " * 20)
+
+
+class Grouped(How, Where):
+    """A program.
+
+    More about it.
+    """
+
+    removed: ClassVar[Mapping[str, str]] = {"old": "give --port"}
+
+
+def helped(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        Grouped.load([flag], prog="example", environ={})
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_settings_in_short_and_help_all_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped("--help", capsys)
+    assert "Where:\n  --port PORT  port; 0: any free one (default: 0)\n" in text
+    assert "--path" not in text
+    assert "example --help-all lists 2 more." in text
+    text = helped("--help-all", capsys)
+    assert text.index("Where:") < text.index("--path PATH") < text.index("How:") < text.index("--retries N")
+    assert "port; more words; 0: any free one" in text
+    assert "More about it." in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert helped("--version", capsys) == f"example {version('warmroute')}\n"
+
+
+def test_a_setting_without_effect_is_named_once() -> None:
+    assert list(Grouped.load(["--path", "/x"], prog="e", environ={}).without_effect()) == [
+        "--path has no effect: it needs --port"
+    ]
+    assert list(Grouped.load(["--path", "/x", "--port", "1"], prog="e", environ={}).without_effect()) == []
+    assert list(Grouped.load([], prog="e", environ={}).without_effect()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"), [(["--old", "1"], {}), (["--no-old"], {}), ([], {"WARMROUTE_OLD": "1"}), (["--old=1"], {})]
+)
+def test_a_removed_setting_says_what_does_its_work(argv: list[str], environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"old was removed in 0\.2\.0: give --port|OLD was removed in 0\.2\.0: give"):
+        Grouped.load(argv, prog="e", environ=environ)
+
+
+def test_a_group_names_only_settings_that_it_has() -> None:
+    with pytest.raises(TypeError, match="Where has no settings nothing"):
+        group("X", common=("nothing",))(Where)

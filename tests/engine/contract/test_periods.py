@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.contract.periods import SMALL_FLEET, Periods, periods
 from router.fleet.fleet import JITTER
 from router.registry.reader import REPLAY_S
-from router.settings.gateway import GatewaySettings
+from router.settings.constants import CONSTANTS
 from router.views.reported import FRESH_S
 
 sizes = st.integers(0, 10**9)
@@ -34,7 +34,7 @@ def test_a_larger_fleet_publishes_less_often_each_and_no_less_in_all(one: int, o
 @given(sizes)
 def test_what_gateways_rest_on_holds_at_any_size(pods: int) -> None:
     pace = periods(pods)
-    probes_s = GatewaySettings.model_fields["probe_interval_s"].default * (1 - JITTER)
+    probes_s = CONSTANTS.probe_interval_s * (1 - JITTER)
     assert pace.heartbeat_s < probes_s, "otherwise a gateway would probe pods that it has just heard from"
     assert pace.heartbeat_s < FRESH_S, "otherwise an idle pod's report has half the weight"
     assert pace.snapshot_s < REPLAY_S, "otherwise the deltas after a snapshot are not replayed"

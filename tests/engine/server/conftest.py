@@ -19,6 +19,7 @@ from engine.loop.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.server.service import EngineService, ServerState
 from engine.startup.app import Ports, listening, load
+from engine.startup.constants import Constants
 from engine.startup.loaded import LoadedModel
 from engine.startup.settings import EngineSettings
 from engine.startup.tasks import engine_tasks
@@ -81,6 +82,7 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
     async def started(
         profile: SimProfile = FAST, backend: Backend | None = None, **fields: Any
     ) -> AsyncIterator[Engine]:
+        constants = Constants(**{name: fields.pop(name) for name in Constants.__dataclass_fields__ if name in fields})
         settings = EngineSettings(model=checkpoint, device="sim", port=0, pod_id="pod-1", **fields)
         vocab_size = loaded.text.tokenizer.vocab_size
         model = replace(loaded, backend=backend or SimBackend(profile, vocab_size), blocks=profile.kv_tokens // 16)
@@ -88,7 +90,7 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
             listening(settings, state, metrics) as ports,
-            engine_tasks(settings, state, metrics, model, ports.clients),
+            engine_tasks(settings, state, metrics, model, ports.clients, constants=constants),
         ):
             yield Engine(f"http://127.0.0.1:{ports.clients}", http, state, ports)
 

@@ -11,7 +11,6 @@ import pytest
 from engine.common import files
 from engine.common.api_keys import KeyFileError
 from engine.common.audit import AUDIT
-from engine.startup.settings import EngineSettings
 from tests.engine.server.conftest import Engine, Start, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -120,8 +119,3 @@ async def test_every_action_of_an_operator_leaves_a_line(engine: Engine, caplog:
         ("POST /reset_prefix_cache", "127.0.0.1", 503),
     ]
     assert lines[0]["detail"]["freed_blocks"] > 0
-
-
-def test_an_address_for_no_port_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--admin-host needs --admin-port"):
-        EngineSettings(model=tmp_path, device="sim", admin_host="")

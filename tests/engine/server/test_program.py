@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -173,7 +174,7 @@ def test_an_emulated_engine_imports_no_torch(checkpoint: Path) -> None:
         ([], "--model is required"),
         (["--model", "m", "--port", "70000"], "--port: got '70000'"),
         (["--model", "m", "--block-size", "20"], "--block-size: got '20'; must be 16, 32 or 64"),
-        (["--model", "m", "--stride", "18"], "--stride"),
+        (["--model", "m", "--stride", "256"], "--stride was removed in 0.2.0"),
         (["--model", "m", "--max-running", "9", "--max-step-tokens", "8"], r"--max-step-tokens \(8\) must be at least"),
         (["--model", "m", "--kv-pool-tokens", "8"], r"--kv-pool-tokens \(8\)"),
         (
@@ -197,10 +198,10 @@ def test_the_model_is_called_after_its_folder_unless_named() -> None:
 
 def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        EngineSettings.load(["--help"], prog="warmroute-engine", environ={})
+        EngineSettings.load(["--help-all"], prog="warmroute-engine", environ={})
     text = capsys.readouterr().out
     for name, field in EngineSettings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in text
+        assert f"--{name.replace('_', '-')}" in text.replace("[no-]", "")
         assert field.description
 
 
@@ -250,3 +251,28 @@ async def test_a_second_signal_ends_it_though_a_step_never_does(hung_process: su
         hung_process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(hung_process.wait, 10) == 1
         await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("hard", "is_said"), [(512, True), (4096, False)])
+def test_the_soft_limit_of_open_files_is_raised(checkpoint: Path, hard: int, is_said: bool) -> None:
+    """At 128 open files, 186 of 300 streams were reset, and the log said nothing."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+
+    flags = ["--model", str(checkpoint), "--device", "sim", "--port", "0"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "engine", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("listening on ")
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=30)
+    assert ("connections can be open at once" in errors) == is_said

@@ -89,7 +89,7 @@ def test_text_from_prompts_cannot_steer_the_terminal(tmp_path: Path, capsys: pyt
     ("flags", "complaint"),
     [
         ([], "FILE"),
-        (["x", "--block-tokens", "3", "--bytes-per-token", "3.5"], "--block-tokens 3 times --bytes-per-token 3.5"),
+        (["x", "--bytes-per-token", "3.5"], "--bytes-per-token was removed in 0.2.0"),
         (["x", "--pods", "0"], "--pods"),
         (["x", "--cache-tokens", "0"], "--cache-tokens"),
         (["x", "--cash-tokens", "5"], "did you mean '--cache-tokens'"),
@@ -154,7 +154,7 @@ def test_help_gives_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> No
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "cache sizes of a pod to simulate, tokens" in shown
-    assert "(default: [16, 32, 64])" in shown
+    assert "(default: 16,32,64)" in shown
 
 
 def test_settings_come_from_the_environment_too(

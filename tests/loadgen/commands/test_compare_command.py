@@ -29,8 +29,6 @@ FAST = [
     "--output-tokens=2",
     "--system-tokens-min=200",
     "--system-tokens-max=300",
-    "--settle-s=0",
-    "--warmup-requests=2",
     "--formats=json",
 ]
 
@@ -196,8 +194,6 @@ def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path) -> Non
         "--reuse-prompts=3",
         "--sessions=4",
         "--session-rate=200",
-        "--settle-s=0",
-        "--warmup-requests=1",
         "--formats=json",
     ]
     with in_thread(ArmGateway()) as gateway:

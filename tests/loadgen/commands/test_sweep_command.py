@@ -23,7 +23,7 @@ from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread
 
 SMALL = [
     *("--workload", "zero-sharing", "--prompt-tokens-min", "40", "--prompt-tokens-max", "60", "--output-tokens", "2"),
-    *("--tokens-per-word", "2", "--settle-s", "0", "--num-warmups", "0"),
+    *("--tokens-per-word", "2", "--num-warmups", "0"),
 ]
 
 
@@ -167,11 +167,11 @@ async def test_preparing_a_step_leaves_the_event_loop_free() -> None:
         (["--rates", "4,2"], "ascending"),
         (["--rates", "0,2"], "above 0"),
         (["--rates", "1", "--start-rate", "2"], "--rates and --start-rate exclude each other"),
-        (["--rates", "1,5", "--max-rate", "2"], "--rates and --max-rate exclude each other"),
+        (["--rates", "1,5", "--max-rate", "2"], "--max-rate was removed in 0.2.0: list the steps with --rates"),
         (["--rates", "1,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
         (["--concurrencies", "1,2", "--precision", "0.5"], "--concurrencies and --precision exclude each other"),
         (["--concurrencies", "1,2", "--rates", "3"], "--rates is for a sweep over rates"),
-        (["--concurrencies", "1,2", "--start-concurrency", "3"], "exclude each other"),
+        (["--start-concurrency", "3"], "--start-concurrency was removed in 0.2.0"),
         (["--rates", "1,1e9"], "1e+09 requests/s for --point-s 20 are over 10,000,000 requests"),
         (["--start-rate", "1", "--point-s", "1e9"], "1 requests/s for --point-s 1e+09 are over"),
         (["--concurrencies", "1,100000000"], "100000000 sessions at a time are over 1,000,000"),

@@ -104,23 +104,23 @@ STEADY = queue(5.0, 0.01)
 
 def test_failures_and_missed_objectives_saturate() -> None:
     assert good_share(summary(failures=4)) == 0.9
-    assert reason(summary(failures=4), STEADY, [], 0, 10) == ""
-    assert "88% of the offered requests were good" in reason(summary(failures=5), STEADY, [], 0, 10)
-    assert "0% of the offered" in reason(summary(ttft_s=6.0), STEADY, [], 0, 10)
+    assert reason(summary(failures=4), STEADY, [], 0) == ""
+    assert "88% of the offered requests were good" in reason(summary(failures=5), STEADY, [], 0)
+    assert "0% of the offered" in reason(summary(ttft_s=6.0), STEADY, [], 0)
 
 
 def test_a_server_that_falls_behind_is_saturated() -> None:
-    assert "requests ended at" in reason(summary(), queue(20.0, 0.1), [], 0, 10)
-    assert reason(summary(), queue(20.0, 0.1), [], 4, 10) == "", "a closed loop offers no rate"
+    assert "requests ended at" in reason(summary(), queue(20.0, 0.1), [], 0)
+    assert reason(summary(), queue(20.0, 0.1), [], 4) == "", "a closed loop offers no rate"
 
 
 def test_more_at_a_time_must_bring_throughput() -> None:
     lower = [point(2, throughput=10.0)]
-    assert reason(summary(throughput=11.1), STEADY, lower, 4, 10) == ""
-    assert "4 at a time brought +9% throughput over 2" in reason(summary(throughput=10.9), STEADY, lower, 4, 10)
+    assert reason(summary(throughput=11.1), STEADY, lower, 4) == ""
+    assert "4 at a time brought +9% throughput over 2" in reason(summary(throughput=10.9), STEADY, lower, 4)
 
 
 def test_an_exploding_ttft_is_a_queue() -> None:
     lower = [point(1, ttft_s=0.1)]
-    assert reason(summary(ttft_s=0.9), STEADY, lower, 0, 10) == ""
-    assert "p99 of TTFT is 11 times" in reason(summary(ttft_s=1.1), STEADY, lower, 0, 10)
+    assert reason(summary(ttft_s=0.9), STEADY, lower, 0) == ""
+    assert "p99 of TTFT is 11 times" in reason(summary(ttft_s=1.1), STEADY, lower, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +21,9 @@ FAST: dict[str, object] = {
     "sessions": 6,
     "session_rate": 200.0,
     "think_s": 0.001,
-    "settle_s": 0.0,
     "turns_min": 2,
     "turns_max": 2,
     "output_tokens": 2,
-    "warmup_requests": 2,
     "system_tokens_min": 200,
     "system_tokens_max": 300,
     "request_timeout_s": 30.0,
@@ -45,8 +44,11 @@ class Notes(Silent):
 
 async def run(gateway: ArmGateway, **changes: object) -> tuple[Result, Experiment]:
     url = {} if "arm" in changes else {"url": gateway.url, "policies": TWO}
+    most = changes.pop("max_rounds", 10)
+    assert isinstance(most, int)
     settings = CompareSettings.model_validate({**url, **FAST, **changes})
     plan, workload = make_plan(settings)
+    plan = replace(plan, settle_s=0.0, warmup_requests=2, stopping=replace(plan.stopping, max_rounds=most))
     experiment = Experiment(plan, Notes())
     await experiment.run()
     return result_of(experiment, settings.configuration(), workload.about(), {}), experiment
@@ -234,7 +236,7 @@ async def test_rounds_are_added_until_the_interval_is_narrow() -> None:
     assert "--precision" in result.facts["rounds"]
     async with ArmGateway().running() as gateway:
         _, experiment = await run(gateway, rounds=None, precision=1e-9, max_rounds=3)
-    assert (len(experiment.rounds), experiment.stopped) == (3, "--max-rounds 3")
+    assert (len(experiment.rounds), experiment.stopped) == (3, "3 rounds, the most that --precision may take")
     async with ArmGateway().running() as gateway:
         result, experiment = await run(gateway, rounds=None, max_time=1e-3)
     assert len(experiment.rounds) == 1

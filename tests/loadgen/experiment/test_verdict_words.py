@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loadgen.experiment.cautions import cautions
+from loadgen.experiment.contrasts import over_rounds
 from loadgen.experiment.lateness import judged
 from loadgen.experiment.verdict import speedup, verdict
 from loadgen.measure.summary import summarise
@@ -54,6 +55,20 @@ def test_no_gain_is_explained(base_cached: int, other_cached: int, reason: str) 
     lines, _ = said([{**a, **b} for a, b in zip(one, other, strict=True)])
     assert lines[0].startswith("No arm was distinguishably faster than round_robin here.")
     assert reason in lines[0]
+
+
+def test_one_round_gives_no_verdict() -> None:
+    """The same figures in four rounds do."""
+    played = rounds_of({BASE: 1.0, "fast": 0.25}, noise=0.02)
+    for count in (1, len(played)):
+        rounds = played[:count]
+        found = over_rounds(found_in(rounds), count)
+        lines = verdict(judged(arms_in(rounds), found, BASE), found, BASE)
+        assert {c.judgement == "not judged" for c in found.found} == {count == 1}
+        assert lines[0].startswith("Not judged: one round" if count == 1 else "fast won: ")
+        assert not [line for line in lines if "better than" in line or ("won" in line and count == 1)]
+        if count == 1:
+            assert lines[1].startswith("fast: not judged against round_robin (mean TTFT ")
 
 
 def test_an_invalid_run_explains_no_cause() -> None:

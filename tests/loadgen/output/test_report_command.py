@@ -109,10 +109,10 @@ def test_report_goes_beside_the_result_unless_told_otherwise(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md"}
 
 
-def test_png_flag_adds_the_charts(tmp_path: Path) -> None:
+def test_the_format_png_adds_the_charts(tmp_path: Path) -> None:
     source = save(BENCH, tmp_path, ["json"]).json
     assert source is not None
-    assert run([str(source), "--formats", "csv", "--png"]) == 0
+    assert run([str(source), "--formats", "csv,png"]) == 0
     assert (tmp_path / "plot-ttft-cdf.png").exists()
 
 
@@ -144,5 +144,5 @@ def test_report_refuses_bad_flags(argv: list[str], capsys: pytest.CaptureFixture
 def test_an_unknown_format_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'pdf' is not a format; allowed: json, html, md, csv, png"):
         OutputSettings.load(["--formats", "md,pdf"], prog="x", environ={})
-    chosen = OutputSettings.load(["--formats", "md,md"], prog="x", environ={"WARMROUTE_PNG": "true"})
+    chosen = OutputSettings.load(["--formats", "md,md,png"], prog="x", environ={})
     assert chosen.chosen_formats() == ("md", "png")

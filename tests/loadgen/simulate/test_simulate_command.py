@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--sweep", "rate", "--rates", "1e9"], "are over 10,000,000 requests"),
         (["--sweep", "rate", "--point-s", "inf"], "--point-s"),
         (["--sweep", "rate", "--start-rate", "inf"], "--start-rate"),
-        (["--network-ms", "inf"], "--network-ms"),
+        (["--network-ms", "1"], "--network-ms was removed in 0.2.0"),
         (["--kv-tokens", "60000000000"], "8 pods of 60,000,000,000 tokens of KV in blocks of 16 are more than"),
         (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
         (["--profile", "missing.yaml"], "missing.yaml cannot be read"),

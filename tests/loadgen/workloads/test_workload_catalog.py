@@ -68,7 +68,7 @@ def bigger(defaults: Mapping[str, Any], flag: str) -> int:
 
 def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load("--help")
+        load("--help-all")
     shown = "".join(capsys.readouterr().out.split())
     for name, about in NAMES.items():
         assert f"{name}: {about}".replace(" ", "") in shown

@@ -222,4 +222,4 @@ def test_connections_are_cut_to_what_descriptors_allow(caplog: pytest.LogCapture
     assert connection_limits.most_connections(100, 10_000) == 100
     assert not caplog.records
     assert connection_limits.most_connections(8192, 1024) == 448
-    assert "--max-connections 8192 is cut to 448" in caplog.text
+    assert "at most 448 connections of clients may be open, not 8192" in caplog.text

@@ -15,11 +15,9 @@ import uvloop
 from aiohttp import web
 
 from router.edge.tls import Certificate, client_context
-from router.settings.gateway import GatewaySettings
-from router.startup.app import build_app
 from router.startup.parts import CONNECTIONS
 from router.startup.serving import make_runner
-from tests.router.rig.helpers import DEADLINE_S, eventually
+from tests.router.rig.helpers import DEADLINE_S, app_of, eventually
 from tests.router.rig.raw_client import GET_HEALTH, GET_MODELS
 
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -85,7 +83,7 @@ async def secure(folder: Path, **settings: float) -> AsyncIterator[Secure]:
     issued, files = authority.issue_cert("gateway.test"), [folder / "cert", folder / "key"]
     for file, blob in zip(files, (issued.cert_chain_pems[0], issued.private_key_pem), strict=True):
         blob.write_to_path(str(file))
-    app = build_app(GatewaySettings(engines=["http://127.0.0.1:1"], **settings))  # type: ignore[arg-type]
+    app = app_of(engines=["http://127.0.0.1:1"], **settings)
     runner = make_runner(app, tls=Certificate(client_context(), *map(str, files)).context)
     await runner.setup()
     try:

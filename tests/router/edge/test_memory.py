@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -48,16 +49,21 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
 
 
+WAITS = ("connect_timeout_s", "probe_timeout_s", "body_timeout_s")
+
+
 @contextlib.asynccontextmanager
 async def _gateway(engine_port: int, *flags: str) -> AsyncIterator[tuple[int, int, int]]:
     """Yield the gateway's process id, its port, and the port of its metrics."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "router",
+        "tests.router.rig.gateway_program",
+        json.dumps({"body_min_rate": 0, **dict.fromkeys(WAITS, 900.0)}),
         "--port=0",
         "--metrics-port=0",
-        f"--engines=http://127.0.0.1:{engine_port}",
+        "--engines",
+        f"http://127.0.0.1:{engine_port}",
         *flags,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -100,8 +106,7 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
     listening = socket.create_server(("127.0.0.1", 0), backlog=READERS)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
     engine = await asyncio.start_server(_answer, sock=listening, limit=MIB)
-    waits = ("idle-timeout-s", "connect-timeout-s", "probe-timeout-s", "body-timeout-s", "first-byte-timeout-s")
-    patient = ("--body-min-rate", "0", *(word for flag in waits for word in (f"--{flag}", "900")))
+    patient = ("--idle-timeout-s", "900", "--first-byte-timeout-s", "900")
     loop = asyncio.get_running_loop()
     clients: list[socket.socket] = []
     try:

@@ -20,10 +20,9 @@ from router.edge import tls
 from router.edge.tls import Certificate, TlsFileError, client_context, engine_context
 from router.fleet.discovery import EngineAddress, OverTls, StaticDiscovery
 from router.settings.gateway import GatewaySettings
-from router.startup.app import build_app
 from router.startup.parts import FLEET
 from router.startup.serving import make_runner
-from tests.router.rig.helpers import eventually
+from tests.router.rig.helpers import app_of, eventually
 
 NAME = "engines.test"
 
@@ -86,7 +85,7 @@ async def engine(cert: str, key: str, ca: str | None = None) -> AsyncIterator[st
 @contextlib.asynccontextmanager
 async def gateway(url: str, **settings: str) -> AsyncIterator[tuple[web.Application, str]]:
     values = {"probe_interval_s": 0.1, "retries": 0, **settings}
-    app = build_app(GatewaySettings(engines=[url], **values))  # type: ignore[arg-type]
+    app = app_of(engines=[url], **values)
     runner = make_runner(app)
     await runner.setup()
     try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+import router.startup.app as app_module
 from engine.contract import headers
 from router.fleet import scrape
+from router.fleet.discovery import EngineAddress, StaticDiscovery
 from router.fleet.scrape import MAX_PAGE_BYTES
-from router.settings.gateway import GatewaySettings
 from router.startup.parts import FLEET, SCRAPER
 from tests.router.fleet.pages import Load, sglang_page, vllm_page
 from tests.router.rig.helpers import (
@@ -30,6 +31,17 @@ from tests.router.rig.helpers import (
 
 Page = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RANK = headers.DATA_PARALLEL_RANK
+
+
+class GivenRanks(StaticDiscovery):
+    """Addresses with ranks, as annotations of pods give them."""
+
+    def __init__(self, urls: Iterable[str], ranks: int) -> None:
+        self._addresses = frozenset(EngineAddress(url, ranks=ranks) for url in urls)
+
+
+def give_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(app_module, "make_discovery", lambda settings, _: GivenRanks(settings.engines, ranks))
 
 
 class MeteredEngine(ScriptedEngine):
@@ -163,7 +175,9 @@ async def test_ready_does_not_wait_for_an_engine_that_tells_no_ranks(
 
     monkeypatch.setattr(scrape, "DEADLINE_S", 30.0)
     monkeypatch.setattr(scrape, "FIRST_S", 25.0 if told else 0.3)
-    async with running(MeteredEngine(hangs), **({"engine_ranks": 2} if told else {})) as gateway:
+    if told:
+        give_ranks(monkeypatch, 2)
+    async with running(MeteredEngine(hangs)) as gateway:
         await eventually(lambda: knows_ranks(gateway), 20)
         assert (await gateway.get("/ready")).status == 200
         assert len(gateway.app[FLEET].pods("m")) == (2 if told else 1)
@@ -201,9 +215,10 @@ async def test_a_reset_forgets_what_all_ranks_hold() -> None:
         assert (await gateway.post(body)).headers[headers.PREDICTED_CACHED] == "0"
 
 
-async def test_ranks_can_be_given_if_metrics_are_not_read() -> None:
+async def test_ranks_can_be_given_if_metrics_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_ranks(monkeypatch, 3)
     engine = MeteredEngine(sglang_page([Load(9.0)]), owner="sglang")
-    async with running(engine, engine_metrics=False, engine_ranks=3) as gateway:
+    async with running(engine, engine_metrics_port=0) as gateway:
         assert gateway.app[SCRAPER] is None
         await gateway.wait_pods(3)
         await ask(gateway)
@@ -282,12 +297,12 @@ def key_file(tmp_path: Path) -> str:
     return str(tmp_path / "key")
 
 
-async def test_metrics_may_have_a_port_and_a_path_of_their_own() -> None:
-    engine, exporter = MeteredEngine(vllm_page([Load(1.0)])), MeteredEngine(vllm_page([Load(5.0)]))
+async def test_metrics_may_have_a_port_of_their_own() -> None:
+    engine, exporter = MeteredEngine(vllm_page([Load(1.0)])), MeteredEngine(vllm_page([Load()]))
     await exporter.start()
     try:
         port = int(exporter.url.rpartition(":")[2])
-        async with running(engine, engine_metrics_port=port, engine_metrics_path="/metrics/") as gateway:
+        async with running(engine, engine_metrics_port=port) as gateway:
             await eventually(lambda: bool(exporter.asked))
             assert engine.asked == []
             assert len(await pods(gateway)) == 1
@@ -300,9 +315,3 @@ async def test_the_engines_key_is_shown_to_its_metrics(key_file: str) -> None:
     async with running(engine, engine_api_key_file=key_file):
         await eventually(lambda: bool(engine.keys))
         assert engine.keys[0] == "Bearer sesame"
-
-
-@pytest.mark.parametrize("path", ["metrics", "", "/a?b", "/a b", "/a#b"])
-def test_an_invalid_path_is_refused_by_name(path: str) -> None:
-    with pytest.raises(ValueError, match="engine_metrics_path"):
-        GatewaySettings(engines=["http://a"], engine_metrics_path=path)

@@ -12,14 +12,13 @@ import pytest
 from aiohttp import web
 
 from router.fleet.discovery import DiscoveryStatus, EngineAddress
-from router.settings.gateway import GatewaySettings
 from router.startup import app as app_module
-from router.startup.app import build_app
 from router.startup.parts import FLEET
 from router.startup.serving import build_metrics_app, make_runner, operators_connections
 from tests.router.rig.helpers import (
     Gateway,
     ScriptedEngine,
+    app_of,
     event,
     eventually,
     knows_ranks,
@@ -55,9 +54,9 @@ async def following(
     discovery: ScriptedDiscovery, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> AsyncIterator[Gateway]:
     """A gateway whose engines come from `discovery`."""
-    monkeypatch.setattr(app_module, "make_discovery", lambda _: discovery)
-    values = {"discovery": "kubernetes", "kube_selector": "app=engine", "probe_interval_s": 0.1, **settings}
-    app = build_app(GatewaySettings(**values))
+    monkeypatch.setattr(app_module, "make_discovery", lambda *_: discovery)
+    values = {"kube_selector": "app=engine", "probe_interval_s": 0.1, **settings}
+    app = app_of(**values)
     runner = make_runner(app)
     await runner.setup()
     try:

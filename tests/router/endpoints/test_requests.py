@@ -19,7 +19,8 @@ from engine.contract import headers, resets
 from router.choosing.registry_view import NoRegistry
 from router.registry.reader import RegistryStatus
 from router.routing.policies import POLICY_NAMES
-from router.settings.gateway import GatewaySettings, PolicyName
+from router.settings.gateway import GatewaySettings
+from router.settings.routing import PolicyName
 from router.startup.parts import CHOOSER, FLEET, INDEX
 from router.telemetry.log import REQUESTS, RequestLog
 from tests.router.rig.helpers import (
@@ -458,7 +459,7 @@ def test_the_policies_of_the_settings_are_the_policies_there_are() -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ([], "--engines is required"),
+        ([], "one of --engines, --dns-name, --kube-selector, --kube-targets, --inference-pool is required"),
         (["--engines", ""], "--engines"),
         (["--engines", "localhost:8000"], "'localhost:8000'"),
         (["--engines", "http://a:99999"], "http://a:99999"),
@@ -467,7 +468,7 @@ def test_the_policies_of_the_settings_are_the_policies_there_are() -> None:
         (["--engines", "http://a", "--redis-url", "http://r"], "redis://"),
         (["--engines", "http://a", "--policy", "best"], "predicted_ttft"),
         (["--engines", "http://a", "--retries", "-1"], "--retries"),
-        (["--engines", "http://a", "--connect-timeout-s", "inf"], "--connect-timeout-s: got 'inf'"),
+        (["--engines", "http://a", "--idle-timeout-s", "inf"], "--idle-timeout-s: got 'inf'"),
         (["--engines", "http://a", "--drain-delay-s", "inf"], "--drain-delay-s: got 'inf'"),
         (["--engines", "http://a", "--polcy", "x"], "did you mean '--policy'"),
     ],

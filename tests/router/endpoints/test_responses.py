@@ -175,7 +175,7 @@ async def test_with_one_pod_that_pod_is_asked_and_a_conversation_stays_where_it_
 @pytest.mark.realtime
 async def test_another_gateway_finds_the_pod(redis_server: RedisServer, no_blocking_calls: BlockBuster) -> None:
     no_blocking_calls.deactivate()  # the Redis client reads versions of packages from disk
-    shared: dict[str, Any] = {"redis_url": redis_server.url, "share_beliefs": False}
+    shared: dict[str, Any] = {"redis_url": redis_server.url}
     engines = [ScriptedEngine("a", keeper("a")), ScriptedEngine("b", keeper("b"))]
     async with running(*engines, **shared) as one, running(*engines, **shared) as two:
         first = await one.post({"model": "m", "input": "Hi."}, path=PATH)

@@ -27,11 +27,11 @@ TEXT = bytes(65 + at % 23 for at in range(STRIDE * 12))
 class Gateway:
     """The streams of a gateway with its index."""
 
-    def __init__(self, *, topic: str = "", bind: str | None = None) -> None:
+    def __init__(self, *, bind: str | None = None) -> None:
         self.index = PrefixIndex()
         self.clock = asyncio.get_running_loop().time
         self.feed = EventFeed(self.index, stride=STRIDE, belief_ttl_s=600.0, clock=self.clock)
-        self.streams = Streams(self.feed, topic=topic, bind=bind)
+        self.streams = Streams(self.feed, bind=bind)
         self.requests = 0
 
     def believed(self, text: bytes = TEXT, pod: PodId = POD) -> int:
@@ -50,9 +50,9 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(*, topic: str = "", bind: str | None = None) -> AsyncIterator[Gateway]:
+async def gateway(*, bind: str | None = None) -> AsyncIterator[Gateway]:
     """Run a gateway that follows streams while the block lasts."""
-    here = Gateway(topic=topic, bind=bind)
+    here = Gateway(bind=bind)
     task = asyncio.create_task(here.streams.run())
     await asyncio.sleep(0)
     try:

@@ -77,7 +77,7 @@ async def test_events_are_followed_at_the_engines_own_port_without_a_setting() -
     world.pages.pages["http://b/kv_event_sources"] = b"nonsense"
     async with world.reading():
         await asyncio.sleep(5)
-        found = sources(world.fleet.members(), GatewaySettings(engines=["http://a"], kv_events=True))
+        found = sources(world.fleet.members(), GatewaySettings(engines=["http://a"]))
     assert {pod: (each.port, each.replay_port) for pod, each in found.items()} == {
         "a/0": (5557, 5600),
         "a/1": (5571, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,16 +88,14 @@ clusters: [{{name: c, cluster: {{server: "{server.make_url("/")}"}}}}]
 users: [{{name: u, user: {{token: {self.pools.token}}}}}]
 contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
 """)
-            yield str(config)
+            with mock.patch.dict(os.environ, KUBECONFIG=str(config)):
+                yield str(config)
 
 
-def flags(config: str, *more: str) -> GatewaySettings:
+def flags(*more: str) -> GatewaySettings:
     """Return the settings of a gateway that follows the pool."""
-    line = ["--discovery=kubernetes", f"--kube-config={config}"]
     has_targets = any(flag.startswith("--kube-targets") for flag in more)
-    return GatewaySettings.load(
-        [*line, *([] if has_targets else [f"--inference-pool={POOL}"]), *more], prog="g", environ={}
-    )
+    return GatewaySettings.load([*([] if has_targets else [f"--inference-pool={POOL}"]), *more], prog="g", environ={})
 
 
 class Seen:
@@ -132,7 +131,7 @@ async def at_once(config: str) -> AsyncIterator[None]:
 async def following(cluster: ScriptedCluster, folder: Path, *more: str) -> AsyncIterator[Seen]:
     """Follow the pool's engines with a discovery made from flags."""
     async with cluster.serving(folder) as config, at_once(config):
-        seen = Seen(flags(config, *more))
+        seen = Seen(flags(*more))
         task = asyncio.create_task(seen.run())
         try:
             yield seen

@@ -30,15 +30,16 @@ async def test_static_is_the_default() -> None:
     ("line", "kind"),
     [
         ("--engines http://a", StaticDiscovery),
-        ("--discovery kubernetes --kube-selector app=engine --kube-namespace ns --kube-port 8000", KubernetesDiscovery),
-        ("--discovery dns --dns-name engines.ns.svc --dns-port 9 --dns-max-ttl-s 2", DnsDiscovery),
+        ("--kube-selector app=engine --kube-namespace ns --kube-port 8000", KubernetesDiscovery),
+        ("--dns-name engines.ns.svc:9", DnsDiscovery),
+        ("--dns-name engines.ns.svc", DnsDiscovery),
     ],
 )
 def test_each_kind(line: str, kind: type) -> None:
     assert isinstance(make_discovery(load(line)), kind)
 
 
-async def test_a_kubeconfig_leads_to_the_pods(tmp_path: Path) -> None:
+async def test_a_kubeconfig_leads_to_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This tests everything from flags to the set of pods, over a real connection. Only the API server is replaced."""
     api = ScriptedApi()
     api.put(pod("a", "10.0.0.1"))
@@ -50,7 +51,8 @@ clusters: [{{name: c, cluster: {{server: "{url}"}}}}]
 users: [{{name: u, user: {{token: {api.token}}}}}]
 contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
 """)
-        discovery = make_discovery(load(f"--discovery kubernetes --kube-selector {SELECTOR} --kube-config {path}"))
+        monkeypatch.setenv("KUBECONFIG", str(path))
+        discovery = make_discovery(load(f"--kube-selector {SELECTOR}"))
         watching = discovery.watch()
         async with asyncio.timeout(20):
             assert await anext(watching) == {EngineAddress("http://10.0.0.1:8000", "uid-a")}
@@ -63,19 +65,20 @@ contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "--engines is required with --discovery static"),
-        ("--discovery kubernetes", "--kube-selector is required with --discovery kubernetes"),
-        ("--discovery dns", "--dns-name is required with --discovery dns"),
-        ("--discovery kubernetes --kube-selector a --engines http://a", "--engines needs --discovery static"),
-        ("--engines http://a --kube-port 8000", "--kube-port needs --discovery kubernetes, not static"),
-        ("--engines http://a --dns-name x", "--dns-name needs --discovery dns, not static"),
-        ("--discovery dns --dns-name x --kube-namespace n", "--kube-namespace needs --discovery kubernetes"),
-        ("--discovery kubernetes --kube-selector a --kube-port 0", "--kube-port: got '0'"),
-        ("--discovery kubernetes --kube-selector a --kube-port 70000", "--kube-port: got '70000'"),
-        ("--discovery kubernetes --kube-selector a --kube-port Http", "--kube-port: got 'Http'"),
-        ("--discovery kubernetes --kube-selector a --kube-namespace a/b", "--kube-namespace: got 'a/b'"),
-        ("--discovery consul", "--discovery: got 'consul'"),
-        ("--discovery dns --dns-name x --dns-max-ttl-s 0", "--dns-max-ttl-s: got '0'"),
+        ("", "one of --engines, --dns-name, --kube-selector, --kube-targets, --inference-pool is required"),
+        ("--kube-port 8000", "one of --engines, --dns-name, --kube-selector, --kube-targets, --inference-pool is"),
+        ("--kube-selector a --engines http://a", "--engines and --kube-selector are both given"),
+        ("--engines http://a --dns-name x", "--engines and --dns-name are both given"),
+        ("--engines http://a --kube-port 8000", "--kube-port needs --kube-selector, not --engines"),
+        ("--dns-name x --kube-namespace n", "--kube-namespace needs --kube-selector, not --dns-name"),
+        ("--kube-selector a --kube-port 0", "--kube-port: got '0'"),
+        ("--kube-selector a --kube-port 70000", "--kube-port: got '70000'"),
+        ("--kube-selector a --kube-port Http", "--kube-port: got 'Http'"),
+        ("--kube-selector a --kube-namespace a/b", "--kube-namespace: got 'a/b'"),
+        ("--dns-name x:0", "--dns-name: got 'x:0'; 'x:0' must be NAME or NAME:PORT"),
+        ("--dns-name :8000", "must be NAME or NAME:PORT"),
+        ("--dns-name x:", "must be NAME or NAME:PORT"),
+        ("--discovery dns --dns-name x", "flag --discovery was removed in 0.2.0: leave it out"),
         ("--engines http://u:secret@a", "--engine-api-key-file gives the key"),
         ("--engines http://a,https://token@b:8000/v1", "must not hold a user or a password"),
     ],
@@ -88,5 +91,5 @@ def test_inconsistent_settings_are_refused_by_name(line: str, said: str) -> None
 
 
 def test_environment_counts_as_given() -> None:
-    with pytest.raises(ConfigError, match="--kube-port needs --discovery kubernetes"):
+    with pytest.raises(ConfigError, match="--kube-port needs --kube-selector"):
         load("--engines http://a", WARMROUTE_KUBE_PORT="8000")

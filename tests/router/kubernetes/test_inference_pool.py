@@ -176,23 +176,17 @@ async def test_a_kind_that_is_not_installed_is_named_with_the_remedy_and_awaited
 async def test_a_pool_that_is_probably_a_mistake_is_warned_of(
     cluster: ScriptedCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    more = ("--ext-proc-port=9002", "--ext-proc-service=picker")
-    async with following(cluster, tmp_path, *more) as seen:
+    async with following(cluster, tmp_path, "--ext-proc-port=9002") as seen:
         await asyncio.sleep(NEWS_S)
         assert not [record for record in caplog.records if record.levelname == "WARNING"]
         ref = {"name": "other", "port": {"number": 9002}, "failureMode": "FailOpen"}
         cluster.pools.put(pool(endpointPickerRef=ref, appProtocol="kubernetes.io/h2c"))
         await asyncio.sleep(NEWS_S)
         for said in (
-            "endpointPickerRef names other, but --ext-proc-service is picker",
             "failureMode FailOpen",
             "kubernetes.io/h2c",
         ):
             assert said in caplog.text
-        caplog.clear()
-        cluster.pools.put(pool(endpointPickerRef=None))
-        await asyncio.sleep(NEWS_S)
-        assert "endpointPickerRef names no Service, but --ext-proc-service is picker" in caplog.text
         assert len(seen.sets) == 1, "none of the mistakes changes the fleet"
 
 
@@ -223,7 +217,7 @@ async def test_objectives_of_the_pool_have_their_priorities(
     ):
         api.put(one)
     async with cluster.serving(tmp_path) as config, at_once(config):
-        objectives = make_objectives(flags(config, "--inference-objectives", "--ext-proc-port=1"))
+        objectives = make_objectives(flags("--inference-objectives", "--ext-proc-port=1"))
         assert objectives is not None
         task = asyncio.create_task(objectives.run())
         await asyncio.sleep(NEWS_S)
@@ -253,8 +247,8 @@ async def test_objectives_beyond_a_bound_count_for_nothing(tmp_path: Path) -> No
     cluster.objectives.page_pods = 5000
     for i in range(MAX_OBJECTIVES + 3):
         cluster.objectives.put(objective(f"o-{i:04}", 1))
-    async with cluster.serving(tmp_path) as config:
-        objectives = make_objectives(flags(config, "--inference-objectives", "--ext-proc-port=1"))
+    async with cluster.serving(tmp_path):
+        objectives = make_objectives(flags("--inference-objectives", "--ext-proc-port=1"))
         assert objectives is not None
         task = asyncio.create_task(objectives.run())
         async with asyncio.timeout(30):
@@ -304,24 +298,24 @@ def test_whatever_a_spec_says_it_is_one_or_is_refused(spec: Any) -> None:
 def test_labels_are_a_query_in_one_order() -> None:
     labels = {"b": "", "example.com/a": "X.1_-y"}
     spec = pool(labels=labels)["spec"]
-    assert pool_of(spec) == Pool("b=,example.com/a=X.1_-y", (8000,), "picker")
+    assert pool_of(spec) == Pool("b=,example.com/a=X.1_-y", (8000,))
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--engines http://a --inference-pool p", "--inference-pool needs --discovery kubernetes"),
-        ("--discovery kubernetes --inference-pool P", "--inference-pool: got 'P'; is not the name of an InferencePool"),
-        ("--discovery kubernetes --inference-pool p --kube-port 1", "--kube-port and --inference-pool are both given"),
-        ("--discovery kubernetes --inference-pool p --kube-selector a=b", "--kube-selector and --inference-pool"),
-        ("--discovery kubernetes --inference-pool p --kube-targets [{pool:\u00a0p}]", "--kube-targets"),
-        ("--discovery kubernetes --kube-selector a --inference-objectives --ext-proc-port 1", "needs --inference-pool"),
-        ("--discovery kubernetes --inference-pool p --inference-objectives", "needs --ext-proc-port"),
-        ("--discovery kubernetes --kube-targets [{pool:\u00a0p},{selector:\u00a0a}]", "pool must be the only entry"),
-        ("--discovery kubernetes --kube-targets [{pool:\u00a0p,selector:\u00a0a}]", "selector and pool are both given"),
-        ("--discovery kubernetes --kube-targets [{pool:\u00a0p,port:\u00a01}]", "port and pool are both given"),
-        ("--discovery kubernetes --kube-targets [{pool:\u00a0P}]", "is not the name of an InferencePool"),
-        ("--engines http://10.0.0.1 --ext-proc-port 1 --ext-proc-tls-cert-file c", "need each other"),
+        ("--engines http://a --inference-pool p", "--engines and --inference-pool are both given"),
+        ("--inference-pool P", "--inference-pool: got 'P'; is not the name of an InferencePool"),
+        ("--inference-pool p --kube-port 1", "--kube-port and --inference-pool are both given"),
+        ("--inference-pool p --kube-selector a=b", "--kube-selector and --inference-pool are both given"),
+        ("--inference-pool p --kube-targets [{pool:\u00a0p}]", "--kube-targets"),
+        ("--kube-selector a --inference-objectives --ext-proc-port 1", "needs --inference-pool"),
+        ("--inference-pool p --inference-objectives", "needs --ext-proc-port"),
+        ("--kube-targets [{pool:\u00a0p},{selector:\u00a0a}]", "pool must be the only entry"),
+        ("--kube-targets [{pool:\u00a0p,selector:\u00a0a}]", "selector and pool are both given"),
+        ("--kube-targets [{pool:\u00a0p,port:\u00a01}]", "port and pool are both given"),
+        ("--kube-targets [{pool:\u00a0P}]", "is not the name of an InferencePool"),
+        ("--engines http://10.0.0.1 --ext-proc-cert-path c", "--ext-proc-cert-path needs --ext-proc-port"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_name(line: str, said: str) -> None:
@@ -331,8 +325,8 @@ def test_settings_that_contradict_each_other_are_refused_by_name(line: str, said
 
 
 def test_a_namespace_and_the_short_form_make_the_same_target() -> None:
-    short = ["--discovery=kubernetes", "--inference-pool=p", "--kube-namespace=n"]
-    long = ["--discovery=kubernetes", "--kube-targets=[{pool: p, namespace: n}]"]
+    short = ["--inference-pool=p", "--kube-namespace=n"]
+    long = ["--kube-targets=[{pool: p, namespace: n}]"]
     one, other = (GatewaySettings.load(line, prog="gateway", environ={}).targets for line in (short, long))
     assert one == other
     assert str(one[0]) == "InferencePool p in n"

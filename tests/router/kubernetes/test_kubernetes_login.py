@@ -36,36 +36,36 @@ def account(tmp_path: Path, ca: bytes) -> Path:
 
 
 async def test_service_account_and_its_rotation(account: Path) -> None:
-    first = await login(None, None, environ=POD_ENVIRON, service_account=account)
+    first = await login(None, environ=POD_ENVIRON, service_account=account)
     assert (first.url, first.namespace) == ("https://10.96.0.1:443", "own")
     assert first.headers == {"Authorization": "bearer secret-1"}
     assert first.tls is not None
     assert first.tls.verify_mode is ssl.CERT_REQUIRED
     assert "secret-1" not in repr(first), "tokens are not logged"
     (account / "token").write_text("two")
-    second = await login(None, "other", environ=POD_ENVIRON, service_account=account)
+    second = await login("other", environ=POD_ENVIRON, service_account=account)
     assert second.headers == {"Authorization": "bearer two"}
     assert second.namespace == "other"
 
 
 async def test_ipv6_api_server(account: Path) -> None:
     environ = {**POD_ENVIRON, "KUBERNETES_SERVICE_HOST": "fd00::1"}
-    assert (await login(None, None, environ=environ, service_account=account)).url == "https://[fd00::1]:443"
+    assert (await login(None, environ=environ, service_account=account)).url == "https://[fd00::1]:443"
 
 
 @pytest.mark.parametrize("missing", ["token", "ca.crt", "namespace", "environ"])
 async def test_no_service_account_says_what_to_do(account: Path, missing: str) -> None:
     environ = POD_ENVIRON if missing != "environ" else {}
     (account / missing).unlink(missing_ok=True)
-    with pytest.raises(ApiError, match=r"automountServiceAccountToken.*--kube-config") as caught:
-        await login(None, None, environ=environ, service_account=account)
+    with pytest.raises(ApiError, match=r"automountServiceAccountToken.*KUBECONFIG") as caught:
+        await login(None, environ=environ, service_account=account)
     assert caught.value.trouble is Trouble.LOGIN
 
 
 async def test_a_broken_ca_is_a_login_failure(account: Path) -> None:
     (account / "ca.crt").write_text("nonsense")
     with pytest.raises(ApiError, match="no usable service account"):
-        await login(None, None, environ=POD_ENVIRON, service_account=account)
+        await login(None, environ=POD_ENVIRON, service_account=account)
 
 
 def kubeconfig(path: Path, cluster: dict[str, Any], user: dict[str, Any], namespace: str | None = None) -> str:
@@ -86,15 +86,15 @@ async def test_kubeconfig(tmp_path: Path, ca: bytes) -> None:
     data = base64.b64encode(ca).decode()
     server = {"server": "https://host:6443", "certificate-authority-data": data, "tls-server-name": "kube"}
     path = kubeconfig(tmp_path / "config", server, {"token": "t"}, "theirs")
-    cluster = await login(path, None, environ={})
+    cluster = await login(None, environ={"KUBECONFIG": path})
     assert (cluster.url, cluster.namespace, cluster.server_name) == ("https://host:6443", "theirs", "kube")
     assert cluster.headers["Authorization"].lower() == "bearer t"
-    assert (await login(path, "mine", environ={})).namespace == "mine"
+    assert (await login("mine", environ={"KUBECONFIG": path})).namespace == "mine"
 
 
 async def test_kubeconfig_without_verification_or_namespace(tmp_path: Path) -> None:
     server = {"server": "https://host", "insecure-skip-tls-verify": True}
-    cluster = await login(kubeconfig(tmp_path / "config", server, {}), None, environ={})
+    cluster = await login(None, environ={"KUBECONFIG": kubeconfig(tmp_path / "config", server, {})})
     assert cluster.tls is not None
     assert cluster.tls.verify_mode is ssl.CERT_NONE
     assert (cluster.namespace, cluster.headers) == ("default", {})
@@ -117,8 +117,8 @@ async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | No
     path = tmp_path / "config"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ApiError, match=f"--kube-config {path} is not usable"):
-        await login(str(path), None, environ={})
+    with pytest.raises(ApiError, match=f"KUBECONFIG {path} is not usable"):
+        await login(None, environ={"KUBECONFIG": str(path)})
 
 
 def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_login_that_hangs_keeps_nobody_from_ending(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kubernetes_login, "LOGIN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(kubernetes_login, "_from_kubeconfig", hang)
     with pytest.raises(ApiError, match="not available"):
-        asyncio.run(login("file", None, environ={}))
+        asyncio.run(login(None, environ={"KUBECONFIG": "file"}))
     assert not ended.is_set(), "the loop has ended before the login did"
     let_go.set()
     assert ended.wait(10)

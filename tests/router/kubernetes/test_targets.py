@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from aiohttp import web
@@ -27,12 +29,12 @@ GOOD = streams([event("a"), b"data: [DONE]\n\n"])
 
 
 def load(*flags: str, **environ: str) -> GatewaySettings:
-    return GatewaySettings.load(["--discovery=kubernetes", *flags], prog="gateway", environ=environ)
+    return GatewaySettings.load(flags, prog="gateway", environ=environ)
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, **apis: ScriptedApi) -> AsyncIterator[Path]:
-    """Serve a namespace for each of `apis`, and yield the path of a kubeconfig."""
+async def cluster(folder: Path, **apis: ScriptedApi) -> AsyncIterator[None]:
+    """Serve a namespace for each of `apis`; KUBECONFIG leads to them."""
     app = web.Application()
     for namespace, api in apis.items():
         app.router.add_get(f"/api/v1/namespaces/{namespace}/pods", api.handle)
@@ -45,7 +47,8 @@ clusters: [{{name: c, cluster: {{server: "{server.make_url("/")}"}}}}]
 users: [{{name: u, user: {{token: {token}}}}}]
 contexts: [{{name: c, context: {{cluster: c, user: u, namespace: ns}}}}]
 """)
-        yield path
+        with mock.patch.dict(os.environ, KUBECONFIG=str(path)):
+            yield
 
 
 def test_an_entry_says_what_annotations_would() -> None:
@@ -114,14 +117,14 @@ def test_what_an_entry_has_is_not_given_beside_them(flag: str) -> None:
         load("--kube-targets=[{selector: a}]", flag)
 
 
-def test_they_need_kubernetes() -> None:
-    with pytest.raises(ConfigError, match="--kube-targets needs --discovery kubernetes"):
+def test_they_are_not_given_beside_addresses() -> None:
+    with pytest.raises(ConfigError, match="--engines and --kube-targets are both given"):
         GatewaySettings.load(["--engines=http://a", "--kube-targets=[{selector: a}]"], prog="gateway", environ={})
 
 
 def test_a_file_of_settings_may_have_the_list_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
-    path.write_text("discovery: kubernetes\nkube_targets:\n  - {selector: app=a, port: 8000}\n  - {selector: app=b}\n")
+    path.write_text("kube_targets:\n  - {selector: app=a, port: 8000}\n  - {selector: app=b}\n")
     settings = GatewaySettings.load([f"--config={path}"], prog="gateway", environ={})
     assert settings.targets == (KubeTarget("app=a", None, 8000), KubeTarget("app=b"))
 
@@ -137,9 +140,9 @@ async def test_every_entry_is_followed_in_its_namespace(tmp_path: Path) -> None:
     one, other = ScriptedApi(), ScriptedApi()
     one.put(pod("vllm-0", "10.0.0.1"))
     other.put(pod("vllm-0", "10.0.0.2"))
-    async with cluster(tmp_path, ns=one, llm=other) as path:
+    async with cluster(tmp_path, ns=one, llm=other):
         targets = f"[{{selector: {SELECTOR}}}, {{selector: {SELECTOR}, namespace: llm, port: 9000, model: m}}]"
-        discovery = make_discovery(load(f"--kube-targets={targets}", f"--kube-config={path}"))
+        discovery = make_discovery(load(f"--kube-targets={targets}"))
         watching = discovery.watch()
         async with asyncio.timeout(30):
             found = await anext(watching)
@@ -163,9 +166,9 @@ async def test_each_sets_engines_are_shown_their_own_key(tmp_path: Path) -> None
         await engine.start()
         port = engine.url.rpartition(":")[2]
         api.put(pod("vllm-0", "127.0.0.1", annotations={"warmroute.io/port": port}))
-    async with cluster(tmp_path, **apis) as path:
+    async with cluster(tmp_path, **apis):
         targets = f"[{{selector: {SELECTOR}, api_key_file: {key}}}, {{selector: {SELECTOR}, namespace: llm}}]"
-        settings: dict[str, Any] = {"discovery": "kubernetes", "kube_targets": targets, "kube_config": str(path)}
+        settings: dict[str, Any] = {"kube_targets": targets}
         async with running(wanting, open_to_all, **settings) as gateway:
             for _ in range(2):
                 answer = await gateway.post(

@@ -182,6 +182,6 @@ async def test_requests_in_flight_at_one_gateway_count_at_the_other(redis_server
         await eventually(lambda: not any(assumed(first).values()) and not any(assumed(second).values()))
 
 
-async def test_gateways_that_do_not_share_say_so(redis_server: RedisServer) -> None:
-    async with running(SmallCache(10), redis_url=redis_server.url, share_beliefs=False) as gateway:
+async def test_a_gateway_without_redis_says_that_it_does_not_share() -> None:
+    async with running(SmallCache(10)) as gateway:
         assert (await gateway.get("/v1/pods")).json["sharing"]["sharing"] is False

@@ -132,7 +132,7 @@ async def test_only_allowed_endpoints_are_picked() -> None:
 async def test_a_client_chooses_its_endpoint_in_conformance_tests_alone() -> None:
     for allowed in (False, True):
         pods = engines(3)
-        options: dict[str, Any] = {"ext_proc_port": 0, "ext_proc_test_headers": allowed}
+        options: dict[str, Any] = {"ext_proc_port": 0, "allow_policy_header": allowed}
         async with running(*pods, **options) as gateway:
             found = set()
             for _ in range(6):

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 REQUESTS, AT_ONCE = 100, 10
 """As many as the suite sends."""
 ASKED = {"model": "conformance-fake-model", "prompt": "Answer with no disclaimers: what speaks for it?"}
-SETTINGS: dict[str, Any] = {"ext_proc_port": 0, "ext_proc_test_headers": True, "policy": "predicted_ttft"}
+SETTINGS: dict[str, Any] = {"ext_proc_port": 0, "allow_policy_header": True, "policy": "predicted_ttft"}
 
 
 def servers(*names: str) -> list[ScriptedEngine]:
@@ -88,8 +88,8 @@ async def test_gateway_following_epp_routing_with_data_parallelism(tmp_path: Pat
         cluster.pools.put(pool(ports=tuple(ports)))
         for number, address in enumerate(addresses):
             cluster.of().put(pod(f"p{number}", address))
-        path = await stack.enter_async_context(cluster.serving(tmp_path))
-        settings = {**SETTINGS, "discovery": "kubernetes", "inference_pool": POOL, "kube_config": path}
+        await stack.enter_async_context(cluster.serving(tmp_path))
+        settings = {**SETTINGS, "inference_pool": POOL}
         gateway = await stack.enter_async_context(running(wait=9, **settings))
         port = await stack.enter_async_context(run_picker(gateway.app))
         folder = tmp_path / "envoy"

@@ -116,7 +116,7 @@ async def test_a_stream_passes_as_it_comes_and_a_client_that_leaves_is_noticed(t
 @needs_envoy
 async def test_a_pod_that_is_gone_is_left_to_a_fallback_and_the_one_that_served_is_told(tmp_path: Path) -> None:
     pods = [ScriptedEngine(name, WHOLE) for name in "ab"]
-    settings = {"ext_proc_fallbacks": 1, "ext_proc_test_headers": True, "probe_interval_s": 60.0}
+    settings = {"ext_proc_fallbacks": 1, "allow_policy_header": True, "probe_interval_s": 60.0}
     async with behind(tmp_path, *pods, settings=settings, retries=2) as (gateway, url):
         _, told, _ = await post(gateway, url)
         (first,) = [pod for pod in pods if pod.pod == told["x-warmroute-pod"]]
@@ -184,12 +184,13 @@ async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subp
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "router",
+        "tests.router.rig.gateway_program",
+        '{"probe_interval_s": 0.1}',
         "--port=0",
-        f"--ext-proc-port={port}",
+        "--ext-proc-port",
+        str(port),
         "--engines",
         ",".join(pod.url for pod in pods),
-        "--probe-interval-s=0.1",
         "--drain-timeout-s=1",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -289,15 +290,16 @@ async def test_health_tells_of_the_gateways_readiness() -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("name", ["tls", "ext_proc_tls"])
-async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("own", [False, True])
+async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, own: bool) -> None:
     """The picker's own certificate overrides that of the clients' port."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
-    settings: dict[str, Any] = {"ext_proc_port": 0, f"{name}_cert_file": str(cert), f"{name}_key_file": str(key)}
+    files = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+    settings: dict[str, Any] = {"ext_proc_port": 0, **({"ext_proc_cert_path": str(tmp_path)} if own else files)}
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(running(ScriptedEngine("a", WHOLE), **settings))

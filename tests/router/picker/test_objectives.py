@@ -17,7 +17,6 @@ from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, eventuall
 
 ASKED = {"model": "m", "prompt": PROMPT}
 SETTINGS: dict[str, Any] = {
-    "discovery": "kubernetes",
     "inference_objectives": True,
     "ext_proc_port": 0,
     "max_pod_requests": 1,
@@ -38,8 +37,8 @@ async def picking(folder: Path, *engines: ScriptedEngine, **settings: Any) -> As
     ports = tuple(int(engine.url.rpartition(":")[2]) for engine in engines)
     cluster.pools.put(pool(ports=ports))
     cluster.of().put(pod("vllm-0", "127.0.0.1"))
-    async with cluster.serving(folder) as config:
-        given = {"kube_config": config, **({} if "kube_targets" in settings else {"inference_pool": POOL})}
+    async with cluster.serving(folder):
+        given = {} if "kube_targets" in settings else {"inference_pool": POOL}
         async with running(*engines, **{**SETTINGS, **given, **settings}) as gateway:
             objectives = gateway.app[OBJECTIVES]
             assert objectives is not None
@@ -156,8 +155,8 @@ async def test_a_pool_without_objectives_is_a_pool(tmp_path: Path) -> None:
     await engine.start()
     cluster.pools.put(pool(ports=(int(engine.url.rpartition(":")[2]),)))
     cluster.of().put(pod("a", "127.0.0.1"))
-    async with cluster.serving(tmp_path) as config:
-        given = {"kube_config": config, "inference_pool": POOL}
+    async with cluster.serving(tmp_path):
+        given = {"inference_pool": POOL}
         async with running(engine, **{**SETTINGS, **given}) as gateway, Talk(gateway) as talk:
             await talk.ask(ASKED, **{NAMED: "chat"})
             assert talk.picked == [endpoint(engine)]
@@ -177,7 +176,7 @@ async def test_a_pool_without_objectives_is_a_pool(tmp_path: Path) -> None:
 async def test_ranks_at_several_ports_are_picked_each_by_itself(tmp_path: Path) -> None:
     """As in the conformance suite's test of data parallelism, requests name a pod's address, with or without a port."""
     engines = [ScriptedEngine(None, answers(200)) for _ in range(3)]
-    async with picking(tmp_path, *engines, ext_proc_test_headers=True) as gateway:
+    async with picking(tmp_path, *engines, allow_policy_header=True) as gateway:
         assert len(gateway.app[FLEET].pods("m")) == 3
         ends = [endpoint(engine) for engine in engines]
         for asked, allowed in (

@@ -237,7 +237,7 @@ async def test_another_stride_is_refused_and_named(redis_server: RedisServer) ->
     engine = FakeEngine(redis_server, "a", epoch=1, stride=128)
     async with engine.running(), Gateway(redis_server, stride=256).following(engine) as gateway:
         engine.change({1: Tier.GPU})
-        await wait_until(lambda: "--stride" in (gateway.reader.status().last_error or ""))
+        await wait_until(lambda: "must be of one release" in (gateway.reader.status().last_error or ""))
         assert not gateway.held(engine.pod)
 
 

@@ -147,13 +147,13 @@ async def test_engines_of_another_stride_are_named_once_each(
         for engine in engines:
             await stack.enter_async_context(engine.running())
         gateway = await stack.enter_async_context(Gateway(redis_server).following(*engines))
-        await wait_until(lambda: "--stride" in (gateway.reader.status().last_error or ""))
+        await wait_until(lambda: "must be of one release" in (gateway.reader.status().last_error or ""))
         for i in range(5):
             for engine in engines:
                 engine.change({i: Tier.GPU})
             await asyncio.sleep(0.1)
         await wait_until(lambda: all(engine.publisher.stats.deltas >= 5 for engine in engines))
-    told = [record.getMessage() for record in caplog.records if "--stride" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "must be of one release" in record.getMessage()]
     assert len(told) == len(set(told)) == len(engines)
 
 

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from engine.contract import headers
 from router.edge.errors import OPERATORS_PATHS
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
 from router.startup.parts import ADMISSION, FLEET, SCRAPER
@@ -275,6 +276,12 @@ async def serving_admin(app: web.Application) -> AsyncIterator[web.AppRunner]:
         await runner.cleanup()
 
 
+def app_of(**values: Any) -> web.Application:
+    """The application of a gateway with these settings and constants, not started."""
+    numbers = {name: values.pop(name) for name in Constants.__dataclass_fields__ if name in values}
+    return build_app(GatewaySettings(**values), Constants(**numbers))
+
+
 @contextlib.asynccontextmanager
 async def running(*engines: ScriptedEngine, wait: int | None = None, **settings: Any) -> AsyncIterator[Gateway]:
     """Engines and a gateway in front of them, started and stopped; ready when every engine (or `wait`) is admitted."""
@@ -284,9 +291,9 @@ async def running(*engines: ScriptedEngine, wait: int | None = None, **settings:
                 await engine.start()
             stack.push_async_callback(engine.stop)
         values: dict[str, Any] = {"policy": "round_robin", "probe_interval_s": 0.1, "probe_timeout_s": 1.0, **settings}
-        if "discovery" not in values:
+        if not {"dns_name", "kube_selector", "kube_targets", "inference_pool"} & values.keys():
             values["engines"] = [engine.url for engine in engines]
-        app = build_app(GatewaySettings(**values))
+        app = app_of(**values)
         runner = make_runner(app)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

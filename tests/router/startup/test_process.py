@@ -14,7 +14,6 @@ import aiohttp
 import orjson
 import pytest
 
-from router.settings.gateway import GatewaySettings
 from tests.router.rig.helpers import ScriptedEngine, event, stalls_after, streams
 
 pytestmark = pytest.mark.realtime
@@ -187,11 +186,6 @@ async def test_the_administration_is_on_loopback_and_its_actions_are_on_stderr()
                 lines.append(await process.stderr.readline())
     assert orjson.loads(lines[-1])["audit"]["action"] == "POST /reset_prefix_cache"
     assert engine.resets == 1
-
-
-def test_an_address_for_no_port_is_refused() -> None:
-    with pytest.raises(ValueError, match="--admin-host needs --admin-port"):
-        GatewaySettings(engines=["http://127.0.0.1:1"], admin_host="")
 
 
 @pytest.mark.parametrize("flag", ["--api-keys-file", "--engine-api-key-file"])

@@ -21,6 +21,11 @@ pytestmark = pytest.mark.realtime  # a real Redis
 NAMES = st.sampled_from("abcdef")
 
 
+@pytest.fixture
+def no_blocking_calls() -> None:
+    """Allow blocking calls: the Redis server of a test is started while the loop runs."""
+
+
 class Clock:
     now_s = 0.0
 

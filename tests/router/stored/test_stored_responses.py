@@ -215,7 +215,7 @@ async def test_another_gateway_finds_it_and_hears_that_it_was_deleted(
     redis_server: RedisServer, no_blocking_calls: BlockBuster
 ) -> None:
     no_blocking_calls.deactivate()  # the Redis client reads versions of packages from disk
-    shared: dict[str, Any] = {"redis_url": redis_server.url, "share_beliefs": False}
+    shared: dict[str, Any] = {"redis_url": redis_server.url}
     engines = [Keeper("a"), Keeper("b")]
     async with (
         running(*engines, **shared) as one,
