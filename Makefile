@@ -24,7 +24,7 @@ demo: $(DEMO_STAMP) ## compare routing policies on four real engines on this mac
 demo-fleet: $(DEMO_STAMP) ## the same on eight emulated H100 pods, in three minutes; writes out/demo-fleet
 	@exec $(BIN)/warmroute-loadgen demo-fleet --out out/demo-fleet $(DEMO_ARGS)
 
-test: check ## everything: format, lint, types, import contracts, file sizes, tests
+test: check ## everything: format, lint, types, import contracts, shape of the code, tests
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=worksteal $(PYTEST_ARGS)
 
 check: $(STAMP) ## all but the tests
@@ -32,7 +32,7 @@ check: $(STAMP) ## all but the tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict -p engine -p router -p loadgen -p tests -p charts -p manifests
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python .ci/file_sizes.py
+	$(BIN)/python .ci/shape.py
 
 format: $(STAMP) ## format and mend what ruff can mend
 	$(BIN)/ruff format .

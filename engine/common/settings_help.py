@@ -26,9 +26,18 @@ UNITS = {
     "config": "FILE",
     "host": "ADDRESS",
     "engines": "URL",
-    "_file": "FILE", "_path": "PATH", "_url": "URL", "_port": "PORT", "_ms": "MS", "_s": "SECONDS", "_mib": "MIB",
-    "_bytes": "BYTES", "_dir": "FOLDER", "_tokens": "TOKENS", "_share": "SHARE",
-}  # fmt: skip
+    "_file": "FILE",
+    "_path": "PATH",
+    "_url": "URL",
+    "_port": "PORT",
+    "_ms": "MS",
+    "_s": "SECONDS",
+    "_mib": "MIB",
+    "_bytes": "BYTES",
+    "_dir": "FOLDER",
+    "_tokens": "TOKENS",
+    "_share": "SHARE",
+}
 """What the end of a setting's name says about its value."""
 LAST_GROUP = "More"
 

@@ -5,7 +5,6 @@ vLLM's names and buckets: https://docs.vllm.ai/en/latest/usage/metrics.html
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -15,8 +14,27 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from engine.contract.load import LoadReport
 
 _LATENCY_BUCKETS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-)  # fmt: skip
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -34,6 +52,155 @@ class RegistryState:
     failures: int = 0
 
 
+class _Series:
+    """Makes series of one registry with the label `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.model_name = model_name
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ("model_name",), registry=self.registry).labels(self.model_name)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self.registry).labels(self.model_name)
+
+    def total(self, name: str, text: str) -> _Total:
+        return _Total(self.counter(name, text))
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets).labels(self.model_name)
+
+
+class _Total:
+    """A counter of what is counted elsewhere since the engine's start."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._counted = 0
+
+    def advance(self, total: int) -> None:
+        """Bring the counter up to the total."""
+        self._counter.inc(total - self._counted)
+        self._counted = total
+
+
+class RequestMetrics:
+    """Requests and their tokens: how many, and how long they take."""
+
+    def __init__(self, series: _Series) -> None:
+        self.running = series.gauge("vllm:num_requests_running", "Requests that hold KV blocks.")
+        self.waiting = series.gauge("vllm:num_requests_waiting", "Requests that wait for a first step.")
+        self.uncached_tokens = series.gauge("warmroute_uncached_tokens", "Prompt tokens still to be prefilled.")
+        self.prompt_tokens = series.counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests whose first token was made."
+        )
+        self.generation_tokens = series.counter("vllm:generation_tokens", "Tokens generated.")
+        self.preemptions = series.total("vllm:num_preemptions", "Requests that lost their KV blocks to others.")
+        self.time_to_first_token = series.histogram(
+            "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", _LATENCY_BUCKETS_S
+        )
+        self.inter_token = series.histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _LATENCY_BUCKETS_S
+        )
+        self.queue = series.histogram(
+            "vllm:request_queue_time_seconds", "From a request's queueing to its first step.", _LATENCY_BUCKETS_S
+        )
+        self.end_to_end = series.histogram(
+            "vllm:e2e_request_latency_seconds", "From the arrival of a request to its last token.", _LATENCY_BUCKETS_S
+        )
+        self.prepare = series.histogram(
+            "warmroute_prepare_seconds", "Validating, rendering and tokenizing a request.", _STEP_BUCKETS_S
+        )
+        labels, registry = ("model_name",), series.registry
+        self.success = Counter(
+            "vllm:request_success", "Sequences finished.", (*labels, "finished_reason"), registry=registry
+        )
+        self.responses = Counter(
+            "warmroute_http_responses", "HTTP responses.", (*labels, "path", "status"), registry=registry
+        )
+        self.ignored = Counter(
+            "warmroute_ignored_fields",
+            "Fields of requests that were ignored because they cannot change the answer.",
+            (*labels, "field"),
+            registry=registry,
+        )
+
+
+class CacheMetrics:
+    """KV blocks of the pool, the prompts found in them, and the tokens of earlier messages."""
+
+    def __init__(self, series: _Series) -> None:
+        self.kv_usage = series.gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks that running requests hold, 0 to 1."
+        )
+        self.blocks_free = series.gauge("warmroute_kv_blocks_free", "KV blocks a request could take at once.")
+        self.blocks_total = series.gauge("warmroute_kv_blocks", "KV blocks in the pool.")
+        self.blocks_pinned = series.gauge(
+            "warmroute_kv_blocks_pinned", "KV blocks that stay because clients ask to keep prompts."
+        )
+        self.pins_given_up = series.total(
+            "warmroute_pins_given_up", "Kept prefixes given up before their time, for lack of blocks."
+        )
+        self.blocks_learnt = series.gauge(
+            "warmroute_kv_blocks_kept_unasked", "KV blocks kept while a tool runs or ahead of a regenerated answer."
+        )
+        self.learnt_given_up = series.total(
+            "warmroute_kept_unasked_given_up", "Prefixes kept unasked and given up before their time."
+        )
+        self.queries = series.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.hits = series.counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
+        self.blocks_cached = series.gauge(
+            "warmroute_kv_blocks_cached", "KV blocks of the pool that a request could reuse."
+        )
+        self.evictions = series.total("warmroute_kv_evictions", "Cached KV blocks that had to hold something else.")
+        self.evicted_too_soon = series.total(
+            "warmroute_kv_evicted_too_soon",
+            "Evicted KV blocks asked for again before about four pools' worth of others was evicted.",
+        )
+        self.token_cache_bytes = series.gauge(
+            "warmroute_token_cache_bytes", "Memory of the tokens of messages that came before."
+        )
+        self.token_cache_hits = series.total(
+            "warmroute_token_cache_hit_characters", "Characters of prompts whose tokens were in that memory."
+        )
+
+
+class StepMetrics:
+    """Steps on the device."""
+
+    def __init__(self, series: _Series) -> None:
+        self.elapsed = series.histogram("warmroute_step_seconds", "One step on the device.", _STEP_BUCKETS_S)
+        self.prefill_tokens = series.counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
+        self.failures = series.counter("warmroute_step_failures", "Steps that failed in the backend.")
+
+
+class RegistryMetrics:
+    """Publishing to the registry. Each series has the name of a field of `RegistryState`."""
+
+    def __init__(self, series: _Series) -> None:
+        gauges = {
+            "configured": "1 if a Redis URL is set.",
+            "connected": "1 while Redis takes what is published.",
+            "pending_keys": "Changed prefix keys that were not sent yet.",
+        }
+        totals = {
+            "deltas": "Batches of changes sent to the registry.",
+            "snapshots": "Snapshots of all held prefix keys sent to the registry.",
+            "dropped_keys": "Changed prefix keys of backlogs that were dropped for a snapshot.",
+            "failures": "Attempts to publish that Redis did not take.",
+        }
+        self._gauges = {name: series.gauge(f"warmroute_registry_{name}", text) for name, text in gauges.items()}
+        self._totals = {name: series.total(f"warmroute_registry_{name}", text) for name, text in totals.items()}
+
+    def update(self, state: RegistryState) -> None:
+        """Set the values read at a scrape."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(state, name))
+        for name, total in self._totals.items():
+            total.advance(getattr(state, name))
+
+
 class EngineMetrics:
     """One registry per engine; every series carries the label `model_name`."""
 
@@ -42,118 +209,38 @@ class EngineMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        gauge, counter, histogram = self._gauge, self._counter, self._histogram
-        self.running = gauge("vllm:num_requests_running", "Requests that hold KV blocks.")
-        self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a first step.")
-        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that running requests hold, 0 to 1.")
-        self.uncached_tokens = gauge("warmroute_uncached_tokens", "Prompt tokens still to be prefilled.")
-        self.blocks_free = gauge("warmroute_kv_blocks_free", "KV blocks a request could take at once.")
-        self.blocks_total = gauge("warmroute_kv_blocks", "KV blocks in the pool.")
-        self.blocks_pinned = gauge(
-            "warmroute_kv_blocks_pinned", "KV blocks that stay because clients ask to keep prompts."
-        )
-        self.pins_given_up = counter(
-            "warmroute_pins_given_up", "Kept prefixes given up before their time, for lack of blocks."
-        )
-        self.blocks_learnt = gauge(
-            "warmroute_kv_blocks_kept_unasked", "KV blocks kept while a tool runs or ahead of a regenerated answer."
-        )
-        self.learnt_given_up = counter(
-            "warmroute_kept_unasked_given_up", "Prefixes kept unasked and given up before their time."
-        )
-        self.queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.hits = counter("vllm:prefix_cache_hits", "Prompt tokens whose KV was reused.")
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token was made.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.preemptions = counter("vllm:num_preemptions", "Requests that lost their KV blocks to others.")
-        self.blocks_cached = gauge("warmroute_kv_blocks_cached", "KV blocks of the pool that a request could reuse.")
-        self.evictions = counter("warmroute_kv_evictions", "Cached KV blocks that had to hold something else.")
-        self.evicted_too_soon = counter(
-            "warmroute_kv_evicted_too_soon",
-            "Evicted KV blocks asked for again before about four pools' worth of others was evicted.",
-        )
-        self.token_cache_bytes = gauge(
-            "warmroute_token_cache_bytes", "Memory of the tokens of messages that came before."
-        )
-        self.token_cache_hits = counter(
-            "warmroute_token_cache_hit_characters", "Characters of prompts whose tokens were in that memory."
-        )
-        self.prefill_tokens = counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
-        self.step_failures = counter("warmroute_step_failures", "Steps that failed in the backend.")
-        self.time_to_first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From the arrival of a request to its first token.", _LATENCY_BUCKETS_S
-        )
-        self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", _LATENCY_BUCKETS_S
-        )
-        self.queue = histogram(
-            "vllm:request_queue_time_seconds", "From a request's queueing to its first step.", _LATENCY_BUCKETS_S
-        )
-        self.end_to_end = histogram(
-            "vllm:e2e_request_latency_seconds", "From the arrival of a request to its last token.", _LATENCY_BUCKETS_S
-        )
-        self.prepare = histogram(
-            "warmroute_prepare_seconds", "Validating, rendering and tokenizing a request.", _STEP_BUCKETS_S
-        )
-        self.step = histogram("warmroute_step_seconds", "One step on the device.", _STEP_BUCKETS_S)
-        self._success = Counter(
-            "vllm:request_success", "Sequences finished.", ("model_name", "finished_reason"), registry=self.registry
-        )
-        self._responses = Counter(
-            "warmroute_http_responses", "HTTP responses.", ("model_name", "path", "status"), registry=self.registry
-        )
-        self._ignored = Counter(
-            "warmroute_ignored_fields",
-            "Fields of requests that were ignored because they cannot change the answer.",
-            ("model_name", "field"),
-            registry=self.registry,
-        )
-        self._registry_gauges = {
-            name: gauge(f"warmroute_registry_{name}", text)
-            for name, text in (
-                ("configured", "1 if a Redis URL is set."),
-                ("connected", "1 while Redis takes what is published."),
-                ("pending_keys", "Changed prefix keys that were not sent yet."),
-            )
-        }
-        self._registry_counters = {
-            name: counter(f"warmroute_registry_{name}", text)
-            for name, text in (
-                ("deltas", "Batches of changes sent to the registry."),
-                ("snapshots", "Snapshots of all held prefix keys sent to the registry."),
-                ("dropped_keys", "Changed prefix keys of backlogs that were dropped for a snapshot."),
-                ("failures", "Attempts to publish that Redis did not take."),
-            )
-        }
-        self._counted: Tally[str] = Tally()
-        """Totals that are counted elsewhere, as of the last scrape."""
+        series = _Series(self.registry, model_name)
+        self.requests = RequestMetrics(series)
+        self.cache = CacheMetrics(series)
+        self.steps = StepMetrics(series)
+        self._publishing = RegistryMetrics(series)
 
     def observe_step(self, *, elapsed_s: float, prefill_tokens: int, sampled_tokens: int) -> None:
         """Count one step."""
-        self.step.observe(elapsed_s)
-        self.prefill_tokens.inc(prefill_tokens)
-        self.generation_tokens.inc(sampled_tokens)
+        self.steps.elapsed.observe(elapsed_s)
+        self.steps.prefill_tokens.inc(prefill_tokens)
+        self.requests.generation_tokens.inc(sampled_tokens)
 
     def observe_first_token(self, *, elapsed_s: float, prompt_tokens: int, cached_tokens: int) -> None:
         """Count a sequence's prompt at its first token, `elapsed_s` seconds after the request came in."""
-        self.time_to_first_token.observe(elapsed_s)
-        self.prompt_tokens.inc(prompt_tokens)
-        self.queries.inc(prompt_tokens)
-        self.hits.inc(cached_tokens)
+        self.requests.time_to_first_token.observe(elapsed_s)
+        self.requests.prompt_tokens.inc(prompt_tokens)
+        self.cache.queries.inc(prompt_tokens)
+        self.cache.hits.inc(cached_tokens)
 
     def observe_finish(self, *, elapsed_s: float, reason: str) -> None:
         """Count a finished sequence, `elapsed_s` seconds after the request came in."""
-        self.end_to_end.observe(elapsed_s)
-        self._success.labels(self._model_name, reason).inc()
+        self.requests.end_to_end.observe(elapsed_s)
+        self.requests.success.labels(self._model_name, reason).inc()
 
     def observe_ignored(self, fields: Collection[str]) -> None:
         """Count a request's ignored fields. They are names of the API, not ones that a client made up."""
         for name in fields:
-            self._ignored.labels(self._model_name, name).inc()
+            self.requests.ignored.labels(self._model_name, name).inc()
 
     def observe_response(self, path: str, status: int) -> None:
         """Count an HTTP response. `path` is a route, never a path that a client made up."""
-        self._responses.labels(self._model_name, path, str(status)).inc()
+        self.requests.responses.labels(self._model_name, path, str(status)).inc()
 
     def update(
         self,
@@ -165,40 +252,32 @@ class EngineMetrics:
         evicted_too_soon: int = 0,
     ) -> None:
         """Set the values read at a scrape. Counts except `load` and `cached_blocks` are since the engine's start."""
-        self.running.set(load.running)
-        self.waiting.set(load.waiting)
-        self.uncached_tokens.set(load.uncached_tokens)
-        self.blocks_free.set(load.blocks_free)
-        self.blocks_total.set(load.blocks_total)
-        self.kv_usage.set(1 - load.blocks_free / load.blocks_total if load.blocks_total else 0)
-        self.blocks_cached.set(cached_blocks)
-        self._advance(self.preemptions, "preemptions", preemptions)
-        self._advance(self.evictions, "evicted_blocks", evicted_blocks)
-        self._advance(self.evicted_too_soon, "evicted_too_soon", evicted_too_soon)
+        self.requests.running.set(load.running)
+        self.requests.waiting.set(load.waiting)
+        self.requests.uncached_tokens.set(load.uncached_tokens)
+        self.cache.blocks_free.set(load.blocks_free)
+        self.cache.blocks_total.set(load.blocks_total)
+        self.cache.kv_usage.set(1 - load.blocks_free / load.blocks_total if load.blocks_total else 0)
+        self.cache.blocks_cached.set(cached_blocks)
+        self.requests.preemptions.advance(preemptions)
+        self.cache.evictions.advance(evicted_blocks)
+        self.cache.evicted_too_soon.advance(evicted_too_soon)
 
     def update_pins(self, blocks: int, given_up: int, learnt_blocks: int, learnt_given_up: int) -> None:
         """Set the pins' values read at a scrape. `given_up` and `learnt_given_up`: since the engine's start."""
-        self.blocks_pinned.set(blocks)
-        self.blocks_learnt.set(learnt_blocks)
-        self._advance(self.pins_given_up, "pins_given_up", given_up)
-        self._advance(self.learnt_given_up, "learnt_given_up", learnt_given_up)
+        self.cache.blocks_pinned.set(blocks)
+        self.cache.blocks_learnt.set(learnt_blocks)
+        self.cache.pins_given_up.advance(given_up)
+        self.cache.learnt_given_up.advance(learnt_given_up)
 
     def update_tokenizing(self, cached_bytes: int, hit_chars: int) -> None:
         """Set the token cache's values read at a scrape. `hit_chars`: since the engine's start."""
-        self.token_cache_bytes.set(cached_bytes)
-        self._advance(self.token_cache_hits, "token_cache_hits", hit_chars)
+        self.cache.token_cache_bytes.set(cached_bytes)
+        self.cache.token_cache_hits.advance(hit_chars)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set the registry's values read at a scrape."""
-        for name, gauge in self._registry_gauges.items():
-            gauge.set(getattr(state, name))
-        for name, counter in self._registry_counters.items():
-            self._advance(counter, name, getattr(state, name))
-
-    def _advance(self, counter: Counter, name: str, total: int) -> None:
-        """Bring a counter up to a total that is counted elsewhere."""
-        counter.inc(total - self._counted[name])
-        self._counted[name] = total
+        self._publishing.update(state)
 
     def families(self) -> list[Metric]:
         """Return a copy of all series as they are now."""
@@ -207,12 +286,3 @@ class EngineMetrics:
     def exposition(self) -> bytes:
         """Return all series in Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ("model_name",), registry=self.registry).labels(self._model_name)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ("model_name",), registry=self.registry).labels(self._model_name)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets).labels(self._model_name)

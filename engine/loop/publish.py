@@ -58,6 +58,18 @@ class PublisherStats:
     failures: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose keys the messages carry, and how the keys are made."""
+
+    model: str
+    pod_id: str
+    epoch: int
+    """Grows with each start of the engine."""
+    stride: int
+    """Bytes between two keys of a prompt."""
+
+
 class Publisher:
     """Publishes one engine's held prefix keys and load.
 
@@ -68,21 +80,15 @@ class Publisher:
     def __init__(
         self,
         redis_url: str,
+        origin: Origin,
         *,
-        model: str,
-        pod_id: str,
-        epoch: int,
-        stride: int,
         lease_s: float,
         load: Callable[[], LoadReport],
         held: Callable[[], tuple[Keys, Keys, Keys]],
         max_pending_keys: int = 200_000,
     ) -> None:
         self._redis_url = redis_url
-        self._model = model
-        self._pod_id = pod_id
-        self._epoch = epoch
-        self._stride = stride
+        self._origin = origin
         self._lease_s = lease_s
         self._load = load
         self._held = held
@@ -163,7 +169,7 @@ class Publisher:
             self._outage.is_connected = False
             try:
                 async with asyncio.timeout(REDIS_DEADLINE_S):
-                    await redis.delete(snapshot_key(self._model, self._pod_id))
+                    await redis.delete(snapshot_key(self._origin.model, self._origin.pod_id))
             except REDIS_ERRORS:
                 log.info("registry: Redis is away; the lease ends by itself")
             await redis.aclose()
@@ -205,13 +211,13 @@ class Publisher:
             self._pending.clear()
         self._needs_snapshot = False
         message = RegistryMessage(
-            MessageKind.SNAPSHOT, self._stride, self._epoch, self._seq, self._load(), (), self._held()
+            MessageKind.SNAPSHOT, self._origin.stride, self._origin.epoch, self._seq, self._load(), (), self._held()
         )
         self._snapshot_seq, self._snapshot_at_s = self._seq, asyncio.get_running_loop().time()
         data = await asyncio.to_thread(encode, message)
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.set(snapshot_key(self._model, self._pod_id), data, px=int(self._lease_s * 1000))
-            pipe.expire(stream_key(self._model), STREAM_TTL_S)
+            pipe.set(snapshot_key(self._origin.model, self._origin.pod_id), data, px=int(self._lease_s * 1000))
+            pipe.expire(stream_key(self._origin.model), STREAM_TTL_S)
             await pipe.execute()
         self.stats.snapshots += 1
 
@@ -231,18 +237,24 @@ class Publisher:
         load = self._load()
         self._sent_occupancy = _occupancy(load)
         message = RegistryMessage(
-            MessageKind.DELTA, self._stride, self._epoch, self._seq, load, tuple(removed), (gpu, host, disk)
+            MessageKind.DELTA,
+            self._origin.stride,
+            self._origin.epoch,
+            self._seq,
+            load,
+            tuple(removed),
+            (gpu, host, disk),
         )
-        entry: dict[Any, Any] = {STREAM_POD_FIELD: self._pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
+        entry: dict[Any, Any] = {STREAM_POD_FIELD: self._origin.pod_id.encode(), STREAM_DATA_FIELD: encode(message)}
         if fetch := pack_fetch_costs(load.fetch):
             entry[STREAM_FETCH_FIELD] = fetch
         now_s = asyncio.get_running_loop().time()
         renews = now_s - self._renewed_at_s >= self._periods.renewal_s
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.xadd(stream_key(self._model), entry, maxlen=self._periods.stream_entries, approximate=True)
+            pipe.xadd(stream_key(self._origin.model), entry, maxlen=self._periods.stream_entries, approximate=True)
             if renews:
-                pipe.pexpire(snapshot_key(self._model, self._pod_id), int(self._lease_s * 1000))
-                pipe.getdel(resync_key(self._model, self._pod_id))
+                pipe.pexpire(snapshot_key(self._origin.model, self._origin.pod_id), int(self._lease_s * 1000))
+                pipe.getdel(resync_key(self._origin.model, self._origin.pod_id))
             _, *answers = await pipe.execute()
         self.stats.deltas += 1
         if renews:

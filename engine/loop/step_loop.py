@@ -197,7 +197,7 @@ class EngineLoop:
             while True:
                 await self._turn()
         except _NeverEnds as error:
-            self._metrics.step_failures.inc()
+            self._metrics.steps.failures.inc()
             self._fail(list(self._streams), str(error))
             raise
         finally:
@@ -264,7 +264,7 @@ class EngineLoop:
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()
-        self._metrics.step_failures.inc()
+        self._metrics.steps.failures.inc()
         self._fail(self._scheduler.fail_step(), reason)
 
     @asynccontextmanager
@@ -301,7 +301,7 @@ class EngineLoop:
         for chunk in plan.chunks:
             queued_s = self._queued_s.pop(chunk.request.id, None)
             if queued_s is not None:
-                self._metrics.queue.observe(now_s - queued_s)
+                self._metrics.requests.queue.observe(now_s - queued_s)
                 stream = self._streams.get(chunk.request.id)
                 if stream is not None and stream.taken_up_s is None:
                     stream.taken_up_s = now_s

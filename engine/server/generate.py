@@ -117,7 +117,7 @@ class _Generation:
         last = self.last_token_s.get(output.request_id)
         self.last_token_s[output.request_id] = now
         if last is not None:
-            metrics.inter_token.observe(now - last)
+            metrics.requests.inter_token.observe(now - last)
         else:
             if self.first_token_s is None:
                 self.first_token_s = now
@@ -143,7 +143,7 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
             job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
         del body  # the answer may take minutes
         seen.prepared_s = time.perf_counter()
-        service.metrics.prepare.observe(seen.prepared_s - arrived_s)
+        service.metrics.requests.prepare.observe(seen.prepared_s - arrived_s)
         service.metrics.observe_ignored({_NUMBER.sub("", name.partition("kwargs.")[0]) for name in job.ignored})
         try:
             async with service.loop.submit(requests) as stream:

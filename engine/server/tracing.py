@@ -91,7 +91,9 @@ def spans_of(trace: Trace, seen: Timeline, request: web.Request, ended_s: float)
         more["gen_ai.response.time_to_first_chunk"] = seen.first_token_s - seen.arrived_s
     spans = [
         request_span(
-            *(trace, request.path, seen.model),
+            trace,
+            request.path,
+            seen.model,
             end_ns=at_ns(ended_s),
             status=seen.status,
             error=seen.error,

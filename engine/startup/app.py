@@ -7,11 +7,9 @@ import concurrent.futures
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,8 +22,6 @@ from prometheus_client import Metric
 from engine.backend.base import Backend
 from engine.backend.profile_file import load_profile
 from engine.backend.sim import SimBackend
-from engine.cache.index import IndexKind
-from engine.cache.prefix_cache import PrefixCache
 from engine.common.api_keys import parse_keys
 from engine.common.audit import configure_audit
 from engine.common.collector import quiet_collector
@@ -33,29 +29,28 @@ from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
 from engine.common.settings import ConfigError
-from engine.loop.metrics import EngineMetrics, RegistryState
-from engine.loop.publish import Publisher
-from engine.loop.step_loop import EngineLoop
+from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.generation import Generation
-from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.server.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
-from engine.server.service import EngineService, ServerState, TextWorkers
+from engine.server.service import ServerState
+from engine.startup.background import background
 from engine.startup.constants import CONSTANTS, Constants
 from engine.startup.descriptors import want_descriptors
+from engine.startup.loaded import LoadedModel, StartError
 from engine.startup.settings import EngineSettings
-from engine.startup.tier_settings import emulated_stores, real_stores, tiers_over
+from engine.startup.tasks import BackendStuck, engine_tasks, most_running
+from engine.startup.tier_settings import real_stores
 from engine.startup.unread import say_unread
 from engine.text.chat import ChatTemplate
 from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
 from engine.text.token_files import TokenizerError
 from engine.text.tokenizer import Tokenizer
-from engine.tiers.build import Store, TierError, close_stores
-from engine.tiers.exported import TierCollector
+from engine.tiers.stores.store import Store, TierError
 
 if TYPE_CHECKING:
     from engine.backend.cuda.backend import CudaBackend
@@ -68,26 +63,7 @@ CPU_KV_BYTES = 2**30
 _LOADING = "load"
 """Name of the thread that loads the model."""
 CLOSE_S = 1.0
-"""Seconds to close the connections after the drain, and to close the backend after a forced end."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The result of loading: everything that takes long and needs no event loop."""
-
-    text: ModelText
-    backend: Backend
-    blocks: int
-    stores: tuple[Store, ...] = ()
-    """Tiers below the pool, except emulated ones."""
-
-
-class BackendStuck(Exception):
-    """The backend does not close, because a step has not ended and its thread cannot be stopped."""
-
-
-class StartError(Exception):
-    """The engine cannot start with these settings; the text says what to change."""
+"""Seconds to close the connections after the drain."""
 
 
 def run(settings: EngineSettings) -> int:
@@ -198,13 +174,6 @@ def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend,
     return _cuda_backend(settings) if settings.device_kind == "cuda" else _torch_backend(settings)
 
 
-def most_running(settings: EngineSettings, constants: Constants, pool_tokens: int) -> int:
-    """Return how many requests may run at once: as set, or by the size of the KV pool."""
-    if settings.max_running:
-        return settings.max_running
-    return constants.running(0 if settings.device_kind == "cuda" else pool_tokens, settings.max_step_tokens)
-
-
 def _cuda_backend(settings: EngineSettings) -> tuple[CudaBackend, int]:
     if find_spec("triton") is None:
         raise StartError(f"--device {settings.device} needs the package triton: pip install 'triton>=3.6'")
@@ -278,7 +247,7 @@ async def listening(settings: EngineSettings, state: ServerState, metrics: Engin
             keys = ApiKeys()
             file = FollowedFile("API keys", settings.api_key_file, parse_keys, keys.use)
             await file.load()
-            await stack.enter_async_context(_background(file.follow(), "reader of API keys"))
+            await stack.enter_async_context(background(file.follow(), "reader of API keys"))
         app = make_app(state, metrics, keys, has_metrics=not (has_metrics or has_admin), has_admin=not has_admin)
         ports = Ports(await stack.enter_async_context(_open(app, settings.host, settings.port)))
         if settings.metrics_port is not None:
@@ -305,165 +274,6 @@ async def _open(app: web.Application, host: str, port: int) -> AsyncIterator[int
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-@asynccontextmanager
-async def engine_tasks(
-    settings: EngineSettings,
-    state: ServerState,
-    metrics: EngineMetrics,
-    loaded: LoadedModel,
-    port: int,
-    force: asyncio.Event | None = None,
-    constants: Constants = CONSTANTS,
-) -> AsyncIterator[Callable[[], object]]:
-    """Run the step loop and the publisher, with the service open to requests. Yields a call that ends the publishing.
-
-    Raises BackendStuck at the exit if a step did not end before its deadline, or does not end after `force` is set.
-    """
-    wake = _Wake()
-    plans_ahead = loaded.backend.max_in_flight > 1
-    try:
-        cache = PrefixCache(
-            loaded.blocks,
-            settings.block_size,
-            index=IndexKind(settings.prefix_cache),
-            eviction=constants.eviction,
-            pinned_blocks=int(constants.pin_share * loaded.blocks),
-            learnt_blocks=int(settings.keep_share * loaded.blocks),
-        )
-        stores = loaded.stores or emulated_stores(settings, loaded.blocks)
-        tiers = (
-            tiers_over(settings, cache, stores, wake, eviction=constants.eviction, plans_ahead=plans_ahead)
-            if stores
-            else None
-        )
-    except MemoryError:
-        raise StartError(
-            "the lists of KV blocks do not fit the memory: the KV pool or a tier below it is too large"
-        ) from None
-    if tiers is not None:
-        metrics.registry.register(TierCollector(tiers, settings.model_name))
-    running = most_running(settings, constants, loaded.blocks * settings.block_size)
-    scheduler = Scheduler(
-        cache,
-        SchedulerConfig(
-            max_step_tokens=settings.max_step_tokens,
-            max_running=running,
-            max_waiting=constants.max_waiting,
-            least_kept_tokens=constants.pin_min_tokens,
-        ),
-        tiers,
-    )
-    pod_id = settings.pod_id or f"{socket.gethostname()}:{port}"
-    epoch = time.time_ns()
-    publisher = _publisher(settings, constants, scheduler, pod_id, epoch)
-    loop = EngineLoop(
-        scheduler,
-        loaded.backend,
-        on_changes=publisher.offer if publisher else _ignore,
-        metrics=metrics,
-        step_deadline_s=constants.step_deadline_s,
-        check_in_s=tiers.check_in_s if tiers is not None else None,
-    )
-
-    def copied() -> None:
-        if tiers is not None:
-            tiers.go_on()  # begins further copies now, not with the next step
-        loop.wake()
-
-    wake.call = copied
-    workers = TextWorkers(constants.text_threads, constants.max_waiting + running)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close, loaded.backend, loop, force or asyncio.Event())
-        if tiers is not None:
-            stack.push_async_callback(asyncio.to_thread, close_stores, stores, tiers)
-        stack.callback(workers.close)
-        stepping = await stack.enter_async_context(_background(loop.run(), "step loop"))
-        publishing = None
-        if publisher is not None:
-            publishing = await stack.enter_async_context(_background(publisher.run(), "publisher"))
-            # An engine whose step loop has ended must not attract requests.
-            stepping.add_done_callback(lambda _: publishing.cancel())
-        registry = publisher.state if publisher is not None else RegistryState
-        hear = publisher.follow_pace if publisher is not None else _ignore
-        state.service = EngineService(
-            model=loaded.text,
-            loop=loop,
-            scheduler=scheduler,
-            workers=workers,
-            metrics=metrics,
-            pod_id=pod_id,
-            epoch=epoch,
-            registry=registry,
-            on_fleet=hear,
-        )
-        yield publishing.cancel if publishing is not None else lambda: None
-
-
-class _Wake:
-    """Wakes the step loop from any thread."""
-
-    def __init__(self) -> None:
-        self.call: Callable[[], None] = lambda: None
-        self._loop = asyncio.get_running_loop()
-
-    def __call__(self) -> None:
-        with suppress(RuntimeError):  # the event loop has closed, so there are no more steps
-            self._loop.call_soon_threadsafe(self.call)
-
-
-async def _close(backend: Backend, loop: EngineLoop, force: asyncio.Event) -> None:
-    closing = asyncio.ensure_future(backend.close())
-    forced = asyncio.ensure_future(force.wait())
-    try:
-        if not loop.is_stuck:
-            await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
-        _, open_ = await asyncio.wait([closing], timeout=CLOSE_S)
-    finally:
-        forced.cancel()
-    if open_:
-        closing.cancel()
-        raise BackendStuck("a step has not ended")
-    await closing
-
-
-def _publisher(
-    settings: EngineSettings, constants: Constants, scheduler: Scheduler, pod_id: str, epoch: int
-) -> Publisher | None:
-    if not settings.redis_url:
-        return None
-    return Publisher(
-        settings.redis_url,
-        model=settings.model_name,
-        pod_id=pod_id,
-        epoch=epoch,
-        stride=constants.stride_bytes,
-        lease_s=constants.lease_s,
-        load=scheduler.load,
-        held=scheduler.held_keys,
-    )
-
-
-def _ignore(news: object) -> None:
-    """The listener if there is no publisher."""
-
-
-@asynccontextmanager
-async def _background(work: Coroutine[None, None, None], name: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Run `work` in a task during the block, then cancel and await the task. Its failure is logged at once."""
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_log_failure)
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("the %s has died", task.get_name(), exc_info=error)
 
 
 def _on_signals(call: Callable[[], object]) -> None:

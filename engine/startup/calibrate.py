@@ -22,7 +22,8 @@ from engine.backend.profiles import SimProfile
 from engine.common.settings import Settings, load_or_exit
 from engine.common.signals import EXIT_INTERRUPTED
 from engine.model.errors import ModelError
-from engine.startup.app import StartError, model_backend
+from engine.startup.app import model_backend
+from engine.startup.loaded import StartError
 from engine.startup.settings import EngineSettings
 
 if TYPE_CHECKING:

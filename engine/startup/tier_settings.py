@@ -11,10 +11,12 @@ from engine.backend.profile_file import load_profile
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.startup.settings import EngineSettings
-from engine.tiers.allowance import HIDDEN_SHARE, STEP_SHARE
-from engine.tiers.build import Store, TierError, disk_store, emulated_store, host_store, make_tiers, shared_store
+from engine.tiers.allowance import HIDDEN_SHARE, STEP_SHARE, StepSharing
+from engine.tiers.build import make_tiers
 from engine.tiers.stores.fingerprint import model_fingerprint
+from engine.tiers.stores.opening import disk_store, emulated_store, shared_store
 from engine.tiers.stores.place import Place
+from engine.tiers.stores.store import Store, TierError
 from engine.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def real_stores(settings: EngineSettings, pool: KvPool) -> tuple[Store, ...]:
     """Return the tiers of a device that computes. Blocks. Raises TierError."""
     if not settings.host_cache_bytes:
         return ()
-    host = host_store(pool, settings.host_cache_bytes)
+    host = _host_store(pool, settings.host_cache_bytes)
     stores = [host]
     disk, shared, size = settings.disk_cache_path, settings.shared_cache_path, settings.block_size
     if disk is None and shared is None:
@@ -42,6 +44,18 @@ def real_stores(settings: EngineSettings, pool: KvPool) -> tuple[Store, ...]:
             store.close()
         raise
     return tuple(stores)
+
+
+def _host_store(pool: KvPool, host_bytes: int) -> Store:
+    """Raises TierError."""
+    # Imported here: an emulated pod needs no torch, and a pod on the CPU nothing of CUDA.
+    if pool.data.device.type == "cuda":
+        from engine.backend.cuda.host_tier import cuda_host_store
+
+        return cuda_host_store(pool, host_bytes)
+    from engine.backend.host_tier import cpu_host_store
+
+    return cpu_host_store(pool, host_bytes)
 
 
 def _fingerprint(settings: EngineSettings, pool: KvPool) -> bytes:
@@ -106,7 +120,9 @@ def tiers_over(
         step_tokens=settings.max_step_tokens,
         clock=asyncio.get_running_loop().time,
         on_end=wake,
-        step_share=HIDDEN_SHARE if plans_ahead else STEP_SHARE,
-        computed=None if settings.device == "sim" else time.thread_time,
-        later=wake,
+        sharing=StepSharing(
+            HIDDEN_SHARE if plans_ahead else STEP_SHARE,
+            computed=None if settings.device == "sim" else time.thread_time,
+            later=wake,
+        ),
     )

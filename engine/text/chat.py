@@ -21,8 +21,14 @@ from engine.contract.errors import BadRequest
 from engine.text.token_files import TokenFiles, TokenizerError, read_json, read_text
 
 _RENDER_ERRORS = (
-    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Errors from a template on unexpected messages: it indexes and concatenates any value that a client sends."""
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "

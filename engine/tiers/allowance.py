@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 STEP_SHARE = 0.01
 """Share of a step that copies may take if steps wait for the thread that plans them: the project's requirement."""
@@ -14,6 +15,19 @@ takes longer than that step, so the share is large; it was never measured on a c
 PIECE_BLOCKS = 32
 """Least blocks that are copied at a time beside steps of others. Asking for a piece and processing it costs some 0.1
 ms, and 2 us for each block. What arrives during a step is not used before the step ends (`bench_tier_traffic`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSharing:
+    """How copies share time with the steps of other requests."""
+
+    share: float = STEP_SHARE
+    """Share of each step of others that copies downwards may take."""
+    computed: Callable[[], float] | None = None
+    """Returns the CPU seconds of the calling thread; None: the tiers' clock is used."""
+    later: Callable[[], object] | None = None
+    """Arranges that `Tiers.go_on` is called once the step that is being planned has begun; None: copies begin while it
+    is planned."""
 
 
 class Allowance:

@@ -15,7 +15,7 @@ from engine.cache.sequence import CachedSequence
 from engine.contract.events import Keys
 from engine.contract.fetch_costs import FetchCost, FetchCosts, is_worth_it
 from engine.contract.load import StepCost
-from engine.tiers.allowance import STEP_SHARE, Allowance
+from engine.tiers.allowance import Allowance, StepSharing
 from engine.tiers.copies.base import Direction
 from engine.tiers.copies.fetch import Held, Prefill
 from engine.tiers.fetches import Fetch, Wanted, plan
@@ -64,19 +64,16 @@ class Tiers:
         clock: Callable[[], float],
         poll_s: float = math.inf,
         shared: Shared | None = None,
-        step_share: float = STEP_SHARE,
-        computed: Callable[[], float] | None = None,
-        later: Callable[[], object] | None = None,
+        sharing: StepSharing | None = None,
     ) -> None:
         """`links`: from the pool downwards; `step_tokens`: most tokens that one step computes; `poll_s`: seconds
         between polls of copies that do not report their end; `shared`: the rest of the last link's tier, if other
-        engines write there, too; `step_share`: share of each step of others that copies downwards may take;
-        `computed`: returns the CPU seconds of the calling thread, None: `clock` is used; `later`: arranges that `go_on`
-        is called once the step that is being planned has begun, None: copies begin while it is planned.
+        engines write there, too; `sharing`: with the steps of other requests.
         """
-        self._allowance = Allowance(step_share, computed or clock)
+        sharing = sharing or StepSharing()
+        self._allowance = Allowance(sharing.share, sharing.computed or clock)
         self._poll_s = poll_s
-        self._later = later
+        self._later = sharing.later
         self._pool = pool
         self._links = links
         self._health = {link.tier: TierHealth(link.tier, clock) for link in links}

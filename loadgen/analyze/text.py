@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loadgen.analyze.model import Analysis
-from loadgen.output.units import printable
+from loadgen.output.style.units import printable
 
 
 def show(analysis: Analysis, console: Console) -> None:

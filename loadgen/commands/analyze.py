@@ -24,7 +24,7 @@ from loadgen.commands.finish import check_writable
 from loadgen.commands.removed import REMOVED
 from loadgen.output.save import write_whole
 from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
-from loadgen.output.units import printable
+from loadgen.output.style.units import printable
 
 PROG = "warmroute-loadgen analyze"
 

@@ -13,16 +13,16 @@ from pydantic import Field, field_validator, model_validator
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.one_arm import OpenArm, Played, fewer_than_asked, sessions_of, timed_by
 from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import LISTS, OneArmSettings, words_of
-from loadgen.commands.single import one_result
 from loadgen.commands.vllm_file import Naming, write_bench_file
 from loadgen.load.arrivals import ArrivalSettings, check_times, mean_turns
 from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
+from loadgen.single.arm import OpenArm, Played, fewer_than_asked, sessions_of, timed_by
+from loadgen.single.result import one_result
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
 
@@ -140,9 +140,15 @@ def run(argv: Sequence[str]) -> int:
         async with OpenArm(arm, settings.target(arm), settings.load_spec(settings.seed), progress) as opened:
             opened.notes += fewer_than_asked(planned, settings.num_prompts, "--num-prompts")
             result, played = await one_result(
-                "bench", opened, workload, spec, planned, settings.configuration(), settings.metric_percentiles,
+                "bench",
+                opened,
+                workload,
+                spec,
+                planned,
+                settings.configuration(),
+                settings.metric_percentiles,
                 flush=settings.flush_cache,
-            )  # fmt: skip
+            )
             return result, played
 
     found, status = drive(work, PROG, is_quiet=settings.disable_tqdm)
@@ -157,14 +163,22 @@ def run(argv: Sequence[str]) -> int:
 
 def _save(result: Result, played: Played, settings: BenchSettings) -> int:
     naming = Naming(
-        Path(settings.result_dir), settings.result_filename, settings.label or settings.backend, settings.request_rate,
+        Path(settings.result_dir),
+        settings.result_filename,
+        settings.label or settings.backend,
+        settings.request_rate,
         settings.max_concurrency,
-    )  # fmt: skip
+    )
     try:
         path = write_bench_file(
-            result, played.run, naming, settings.percentile_metrics, dict(words_of(settings.metadata, "--metadata")),
-            is_detailed=settings.save_detailed, is_appended=settings.append_result,
-        )  # fmt: skip
+            result,
+            played.run,
+            naming,
+            settings.percentile_metrics,
+            dict(words_of(settings.metadata, "--metadata")),
+            is_detailed=settings.save_detailed,
+            is_appended=settings.append_result,
+        )
     except OSError as error:
         print(f"{PROG}: --result-dir cannot be written: {error}", file=sys.stderr)
         return 1

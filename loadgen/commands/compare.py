@@ -14,6 +14,7 @@ from engine.common.settings import ConfigError, Settings, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
+from loadgen.commands.interrupt import run_interruptible
 from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
@@ -21,7 +22,6 @@ from loadgen.experiment.plan import Plan, Round
 from loadgen.experiment.report import result_of
 from loadgen.experiment.run import Experiment
 from loadgen.experiment.stopping import Stopping
-from loadgen.interrupt import run_interruptible
 from loadgen.load.arrivals import ArrivalSettings, check_times, mean_turns
 from loadgen.load.target import ServerUnusable, Target
 from loadgen.load.workers import WorkerDied
@@ -29,7 +29,7 @@ from loadgen.measure.goodput import parse_objectives
 from loadgen.output.live import open_progress
 from loadgen.output.screen import progress_screen
 from loadgen.output.settings import OutputSettings
-from loadgen.output.units import printable
+from loadgen.output.style.units import printable
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
 from loadgen.workloads.kinds import KINDS

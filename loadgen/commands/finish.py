@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from engine.common.settings import ConfigError
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID
-from loadgen.interrupt import run_interruptible
+from loadgen.commands.interrupt import run_interruptible
 from loadgen.load.progress import Progress, Silent
 from loadgen.load.target import ServerUnusable
 from loadgen.load.workers import WorkerDied
@@ -18,8 +18,8 @@ from loadgen.output.live import open_progress
 from loadgen.output.save import Paths, save
 from loadgen.output.screen import result_screen
 from loadgen.output.settings import OutputSettings
+from loadgen.output.style.units import printable
 from loadgen.output.terminal import print_result
-from loadgen.output.units import printable
 from loadgen.result.model import Result
 
 T = TypeVar("T")

@@ -13,16 +13,16 @@ from pydantic_settings import CliPositionalArg
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.one_arm import OpenArm, fewer_than_asked, timed_by
 from loadgen.commands.removed import REMOVED
 from loadgen.commands.server_settings import LISTS, OneArmSettings
-from loadgen.commands.single import one_result
 from loadgen.commands.trace_format import FORMATS, format_of, window
 from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec
 from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
+from loadgen.single.arm import OpenArm, fewer_than_asked, timed_by
+from loadgen.single.result import one_result
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
 

@@ -11,11 +11,11 @@ import orjson
 from pydantic import Field, field_validator, model_validator
 
 from engine.common.settings import Settings, group
-from loadgen.commands.one_arm import LoadSpec
 from loadgen.commands.storable import storable
 from loadgen.experiment.arms import ArmSpec
 from loadgen.load.target import Target
 from loadgen.measure.goodput import parse_objectives
+from loadgen.single.arm import LoadSpec
 
 LISTS = ("--goodput", "--metadata", "--header", "--metrics-urls", "--policies", "--rates", "--concurrencies")
 """Flags that take several words, as in vLLM."""

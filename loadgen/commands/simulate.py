@@ -12,9 +12,7 @@ from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
-from loadgen.commands.one_arm import timed_by
 from loadgen.commands.removed import REMOVED
-from loadgen.commands.saturation import check_rate
 from loadgen.commands.simulate_faults import faults_of
 from loadgen.commands.simulate_result import simulate_arms
 from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
@@ -26,6 +24,8 @@ from loadgen.simulate.arms import ARM_NAMES
 from loadgen.simulate.build import PROFILE_NAMES, emulated_pods
 from loadgen.simulate.fleet import FleetSpec
 from loadgen.simulate.scenario import Scenario
+from loadgen.single.arm import timed_by
+from loadgen.sweep.saturation import check_rate
 from loadgen.workloads.base import Workload
 from loadgen.workloads.catalog import WorkloadSettings, build_workload, distinct_rounds
 from loadgen.workloads.wrappers import Window

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from loadgen.simulate.faults import Fault, FaultKind
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.pod import PodSpec
 
 SLOWEST = 1e-3
 """Least share of a profile's speed: on a slower pod an answer would take years of virtual time."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from loadgen.commands.saturation import MIN_ACHIEVED_SHARE, achieved_share, reason
-from loadgen.commands.search import Search
 from loadgen.commands.simulate_result import ISOLATION, METHOD, facts, model_name, play_watched
 from loadgen.experiment.cautions import cautions
 from loadgen.experiment.contrasts import Contrasts
@@ -19,6 +17,8 @@ from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise
 from loadgen.result.model import Arm, Result, Summary, SweepPoint
 from loadgen.simulate.scenario import Scenario, SimulatedRun
+from loadgen.sweep.saturation import MIN_ACHIEVED_SHARE, achieved_share, reason
+from loadgen.sweep.search import Search
 
 LATENCIES = 10
 """Least duration of a step, in median end-to-end latencies of the step below: a fleet that fills up looks saturated. A

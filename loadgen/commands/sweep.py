@@ -13,17 +13,17 @@ from pydantic import Field, field_validator, model_validator
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.one_arm import timed_by
 from loadgen.commands.removed import REMOVED
-from loadgen.commands.saturation import MOST_REQUESTS, check_rate
 from loadgen.commands.server_settings import LISTS, ServerSettings
-from loadgen.commands.sweep_result import sweep_result
-from loadgen.commands.sweep_run import Steps, Sweep, SweepPlan
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.load.player import take_cancellation
 from loadgen.load.progress import Progress
 from loadgen.output.settings import OutputSettings
 from loadgen.result.model import Result
+from loadgen.single.arm import timed_by
+from loadgen.sweep.result import sweep_result
+from loadgen.sweep.run import Steps, Sweep, SweepPlan
+from loadgen.sweep.saturation import MOST_REQUESTS, check_rate
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
 
 PROG = "warmroute-loadgen sweep"

@@ -153,10 +153,11 @@ async def start_stack(spec: StackSpec, children: Children, steps: Steps) -> Gate
         "gateway",
         module_command(
             "router",
-            *("--engines", ",".join(urls)),
-            *("--redis-url", redis_url),
-            *("--port", "0"),
-            *("--admin-port", "0"),
+            "--engines",
+            ",".join(urls),
+            f"--redis-url={redis_url}",
+            "--port=0",
+            "--admin-port=0",
             "--allow-policy-header",
         ),
         env,
@@ -192,11 +193,12 @@ async def _start_redis(scratch: Path, children: Children, steps: Steps) -> str:
 def _start_engine(number: int, spec: StackSpec, redis_url: str, children: Children, env: dict[str, str]) -> Child:
     argv = module_command(
         "engine",
-        *("--model", str(spec.scratch / MODEL_FOLDER)),
-        *("--served-model-name", spec.model_name),
-        *("--pod-id", f"engine-{number}"),
-        *("--port", "0"),
-        *("--redis-url", redis_url),
+        "--model",
+        str(spec.scratch / MODEL_FOLDER),
+        f"--served-model-name={spec.model_name}",
+        f"--pod-id=engine-{number}",
+        "--port=0",
+        f"--redis-url={redis_url}",
         *spec.engines.flags,
     )
     return children.start(f"engine-{number}", argv, env, niceness=spec.engines.niceness)

@@ -160,7 +160,7 @@ async def _crew(workers: int) -> AsyncIterator[list[_Worker]]:
     try:
         for number in range(workers):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", worker.__name__), stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
+                sys.executable, "-m", worker.__name__, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment
             )
             crew.append(_Worker(f"worker {number + 1} of {workers}", process))
         yield crew

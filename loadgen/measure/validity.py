@@ -20,8 +20,12 @@ _PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 def in_words(found: Mapping[str, Validity]) -> str:
     """Return why runs are not reliable, by name, as one line that begins with INVALID; empty if all are valid."""
-    reasons = [f"in {name} {reason}" for name, one in found.items() for reason in one.reasons or ("the result says so",)
-               if not one.valid]  # fmt: skip
+    reasons = [
+        f"in {name} {reason}"
+        for name, one in found.items()
+        for reason in one.reasons or ("the result says so",)
+        if not one.valid
+    ]
     if not reasons:
         return ""
     advice = " Lower the rate, or give the generator its own machine, or more cores and --workers."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loadgen.measure.validity import in_words
-from loadgen.output.units import MISSING, count, milliseconds, number, percent
+from loadgen.output.style.units import MISSING, count, milliseconds, number, percent
 from loadgen.result.model import Arm, Contrast, Distribution, Result, Summary
 
 Value = float | int | bool | None

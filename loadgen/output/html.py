@@ -9,11 +9,11 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from loadgen.output import theme
 from loadgen.output.columns import by_metric, caption, shown_columns, step_text, words_of
 from loadgen.output.plots.canvas import Key, Plot, draw_svg
 from loadgen.output.plots.catalog import plots_of
-from loadgen.output.units import count, interval, metric_label, number, percent, ratio, setting
+from loadgen.output.style import theme
+from loadgen.output.style.units import count, interval, metric_label, number, percent, ratio, setting
 from loadgen.result.model import PodShare, Result, Summary
 
 _TITLES = {
@@ -85,9 +85,12 @@ def render_html(result: Result) -> str:
 @cache
 def _template() -> Template:
     environment = Environment(
-        loader=PackageLoader("loadgen.output", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("loadgen.output", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     return environment.get_template("report.html.jinja")
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from loadgen.measure.records import RequestRecord
 from loadgen.output.screen import progress_screen
-from loadgen.output.units import MISSING, clipped, count, duration, milliseconds, printable
+from loadgen.output.style.units import MISSING, clipped, count, duration, milliseconds, printable
 
 LINE_EVERY_S = 5.0
 REFRESH_PER_S = 2

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from loadgen.output.columns import by_metric, caption, shown_columns, step_text, words_of
-from loadgen.output.units import count, interval, metric_label, ratio, setting
+from loadgen.output.style.units import count, interval, metric_label, ratio, setting
 from loadgen.result.model import Result
 
 # '@' would notify the person with that name, '#' would link an issue.

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.output import theme
 from loadgen.output.columns import by_metric, caption, primary_arm, shown_columns, step_text, words_of
-from loadgen.output.units import clipped, count, interval, metric_label, printable, ratio
+from loadgen.output.style import theme
+from loadgen.output.style.units import clipped, count, interval, metric_label, printable, ratio
 from loadgen.output.vllm_block import METRICS, our_block, vllm_block
 from loadgen.result.model import Result, Summary
 

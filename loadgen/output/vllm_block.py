@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from loadgen.output.units import MISSING, clipped, count, milliseconds, number, percent
+from loadgen.output.style.units import MISSING, clipped, count, milliseconds, number, percent
 from loadgen.result.model import Distribution, Result, Summary
 from loadgen.result.vllm import from_send
 

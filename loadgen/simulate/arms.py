@@ -15,18 +15,25 @@ from loadgen.simulate.peers.hashing import KubeAi, PowerOfTwo
 from loadgen.simulate.peers.llmd import LlmDApproximate, LlmDPrecise
 from loadgen.simulate.peers.preble import PrebleE2
 from loadgen.simulate.peers.sglang import SglangCacheAware, SmgLeastLoad
-from loadgen.simulate.routing import Router
+from loadgen.simulate.pods.routing import Router
 from router.routing.policies import POLICY_NAMES
 
 PEERS: Mapping[str, Callable[[int], Peer]] = MappingProxyType(
     {
         peer.name: peer
         for peer in (
-            SglangCacheAware, DynamoKv, LlmDApproximate, LlmDPrecise, KubeAi, AibrixPrefixCache, SmgLeastLoad, PrebleE2,
+            SglangCacheAware,
+            DynamoKv,
+            LlmDApproximate,
+            LlmDPrecise,
+            KubeAi,
+            AibrixPrefixCache,
+            SmgLeastLoad,
+            PrebleE2,
             PowerOfTwo,
         )
     }
-)  # fmt: skip
+)
 ARM_NAMES = (*POLICY_NAMES, *PEERS, "omniscient")
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from engine.backend.profile_file import load_profile
 from engine.backend.profiles import PROFILES
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.pod import PodSpec
 
 PROFILE_NAMES = tuple(PROFILES)
 MAX_BLOCKS = 100_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.pod import PodSpec
 
 
 class FaultKind(StrEnum):

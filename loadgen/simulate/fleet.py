@@ -10,18 +10,18 @@ from functools import partial
 from engine.contract.keys import key_seed
 from engine.sched.request import Request
 from engine.sched.scheduler import QueueFull, TokenOutput
-from engine.tiers.emulated_shared import EmulatedFolder
+from engine.tiers.stores.emulated_shared import EmulatedFolder
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec, start_times_s
 from loadgen.measure.records import RequestRecord
-from loadgen.simulate.digests import SharedDigests
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.gateway import MAX_ATTEMPTS, MODEL, Gateway
 from loadgen.simulate.peer_stream import PeerStream
-from loadgen.simulate.pod import PodSpec, Report, SimPod
-from loadgen.simulate.pod_tiers import VirtualTimers
+from loadgen.simulate.pods.digests import SharedDigests
+from loadgen.simulate.pods.pod import PodSpec, Report, SimPod
+from loadgen.simulate.pods.routing import HELD, Offered, Router, Scrape
+from loadgen.simulate.pods.tiers import VirtualTimers
+from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.prompts import TOKEN_BYTES, PromptMaker, SharedSpans
-from loadgen.simulate.routing import HELD, Offered, Router, Scrape
-from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Session, Workload
 
 SHARES_EVERY_S = 1.0

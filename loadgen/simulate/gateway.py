@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from engine.contract.errors import Unavailable
 from engine.contract.requests import Endpoint
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Offered, Scrape
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Offered, Scrape
+from loadgen.simulate.pods.timeline import Timeline
 from router.choosing.chooser import Choice, Chooser
 from router.choosing.peer_reports import PeerReports
 from router.engines.usage import Usage

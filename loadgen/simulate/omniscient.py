@@ -16,8 +16,8 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
 from engine.contract.load import StepCost
-from loadgen.simulate.pod import Report, SimPod
-from loadgen.simulate.routing import Offered, Scrape
+from loadgen.simulate.pods.pod import Report, SimPod
+from loadgen.simulate.pods.routing import Offered, Scrape
 from router.routing.policies import PolicyOptions, make_policy
 from router.views.latency import further_steps, prefill_s
 from router.views.pod_row import PodRow

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from loadgen.simulate.gateway import Gateway
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.timeline import Timeline
 from router.peer_sync.messages import PeerMessage
 from router.peer_sync.pace import ReadPace
 

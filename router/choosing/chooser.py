@@ -129,7 +129,7 @@ class Chooser:
         choice, _, seen = self._decide(inbound, excluded, now_s)
         choice.decision.scores = scores
         if choice.policy != inbound.policy:
-            self._metrics.fell_back()
+            self._metrics.decisions.fell_back()
         pod = choice.pod
         taken = None
         work_s = prefill_s(pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens)
@@ -143,7 +143,7 @@ class Chooser:
         if inbound.model in pod.facts.adapters:
             choice.loads_adapter = pod.adapters.loads(inbound.model)
             pod.adapters.used(inbound.model)
-        self._metrics.decided(time.perf_counter() - started_s)
+        self._metrics.decisions.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is not a new request
             self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), seen, self._in_force)
         return choice
@@ -274,7 +274,7 @@ class Chooser:
         if usage.cached_tokens is not None:
             if inbound.prompts == 1:  # otherwise the counts include prompts whose keys are not known
                 self._correct(inbound, choice, usage.cached_tokens, usage.prompt_tokens or inbound.prompt_tokens)
-            self._metrics.cached(
+            self._metrics.decisions.cached(
                 choice.policy,
                 prompt_tokens=usage.prompt_tokens or inbound.prompt_tokens,
                 cached_tokens=usage.cached_tokens,

@@ -53,7 +53,7 @@ class Shadows:
             try:
                 chosen = policies[in_force(name)].choose(request, pods).pod
                 ttfts_s = _ttfts_s(policies, request, pods) if ttfts_s is None else ttfts_s
-                self._metrics.shadowed(
+                self._metrics.shadows.chose(
                     acting.policy,
                     name,
                     is_same=chosen == acting.pod,
@@ -62,11 +62,11 @@ class Shadows:
                     ttft_s=(float(ttfts_s[acting.pod]), float(ttfts_s[chosen])),
                 )
             except Exception:  # the request has its pod already, so no error here may stop it
-                self._metrics.shadow_failed(acting.policy, name)
+                self._metrics.shadows.failed(acting.policy, name)
                 if name not in self._logged:
                     self._logged.add(name)
                     log.exception("shadow policy %s failed; from now on its failures are only counted", name)
-        self._metrics.compared_shadows(time.perf_counter() - started_s)
+        self._metrics.shadows.took(time.perf_counter() - started_s)
 
 
 def _ttfts_s(policies: Mapping[str, Policy], request: RequestInfo, pods: CandidatePods) -> Floats:

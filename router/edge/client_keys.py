@@ -87,7 +87,7 @@ def counting_refusals(metrics: Metrics) -> Callable[[Unauthorized], None]:
     """Return a function that counts refused requests."""
 
     def refused(error: Unauthorized) -> None:
-        metrics.unauthorized()
+        metrics.answers.unauthorized()
         if isinstance(error, ExpiredKey):
             metrics.tenants.refused(error.tenant.name, "expired")
 

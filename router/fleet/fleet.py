@@ -238,7 +238,10 @@ class Fleet:
         self.ejections += 1
         log.warning(
             "fleet: pod %s at %s is ejected for %g s: it failed its last requests (%d), though its probes go well",
-            *(pod.pod_id, pod.url, pause_s, faults.count),
+            pod.pod_id,
+            pod.url,
+            pause_s,
+            faults.count,
         )
         self._refresh(pod)
 

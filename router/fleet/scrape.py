@@ -161,7 +161,9 @@ class Scraper:
                 log.warning(
                     "metrics: %d engines have not said within %g s which data-parallel ranks they have, %s among them; "
                     "until they do, each is one target",
-                    *(len(silent), FIRST_S, silent[0]),
+                    len(silent),
+                    FIRST_S,
+                    silent[0],
                 )
         self.knows_ranks = True
 
@@ -318,7 +320,9 @@ class Scraper:
             log.warning(
                 "metrics of %s cannot be read: %s; the next try is within %g s, and until then only this gateway's "
                 "requests show its load",
-                *(reading.member.url, problem, LONGEST_PAUSE_S),
+                reading.member.url,
+                problem,
+                LONGEST_PAUSE_S,
             )
         reading.said = problem
 

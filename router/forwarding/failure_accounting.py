@@ -39,7 +39,7 @@ class FailureAccounting:
         if self._retries.take(in_flight):
             return True
         self._chooser.undo(inbound, choice)
-        self._metrics.retry_refused()
+        self._metrics.attempts.retry_refused()
         return False
 
     def began(self, exchange: Exchange, attempt: Attempt, now_s: float) -> None:
@@ -65,7 +65,7 @@ class FailureAccounting:
             case Retry(cause, reason):
                 why = _why(attempt)
                 exchange.failed(why)
-                self._metrics.retried(reason)
+                self._metrics.attempts.retried(reason)
                 self._failed(attempt, cause, why)
                 if cause.is_pods_fault:
                     attempt.pod.faults.doubt()

@@ -63,7 +63,7 @@ class Hedges:
             return await race.run(max(self._after_s, LATE * predicted_s))
         finally:
             if race.second is not None:
-                self._metrics.hedged("won" if race.winner is race.second else "lost")
+                self._metrics.attempts.hedged("won" if race.winner is race.second else "lost")
 
     def _second(self, inbound: Inbound, first: Attempt) -> Choice | None:
         """Choose a second pod; None if there is none. Full, contended and possibly broken pods are left out."""
@@ -73,7 +73,7 @@ class Hedges:
             has_other = any(pod.pod_id not in avoided for pod in self._fleet.pods(inbound.model))
             if has_other and self._budget.take():
                 return self._chooser.choose(inbound, avoided)
-        self._metrics.hedged("refused")
+        self._metrics.attempts.hedged("refused")
         return None
 
 

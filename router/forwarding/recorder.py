@@ -114,7 +114,7 @@ class Recorder:
         """Record that the client gets `error` instead of an answer."""
         exchange.refused(error)
         if isinstance(error, NoEngine):
-            self._metrics.unserved(error.model)
+            self._metrics.answers.unserved(error.model)
         elif isinstance(error, RateLimited):
             exchange.limited(error.headers)
             self._metrics.tenants.refused(exchange.arrival.tenant.name, error.reason)
@@ -132,7 +132,7 @@ class Recorder:
         if exchange.keeps:
             self._conversations.ended(exchange)
         policy, pod = ("", "") if last is None else (last.choice.policy, last.pod.pod_id)
-        self._metrics.answered(policy, pod, exchange.status or 500)
+        self._metrics.answers.answered(policy, pod, exchange.status or 500)
         if last is not None and exchange.inbound is not None and exchange.first_byte_s is not None:
             self._learn(exchange, exchange.inbound, last, exchange.first_byte_s)
         trace, now_s = exchange.arrival.trace, self._clock()
@@ -148,21 +148,21 @@ class Recorder:
     def _learn(self, exchange: Exchange, inbound: Inbound, last: Attempt, first_byte_s: float) -> None:
         """Learn from a request whose answer has begun."""
         choice = last.choice
-        self._metrics.first_byte(choice.policy, first_byte_s - exchange.arrival.arrived_s)
+        self._metrics.answers.first_byte(choice.policy, first_byte_s - exchange.arrival.arrived_s)
         if exchange.status != 200 or inbound.is_by_load:
             return
         self._chooser.learn(inbound, choice, exchange.usage)
         self._sessions.ended(exchange)
         predicted_s = choice.decision.predicted_ttft_s
         if predicted_s is not None and inbound.stream and not exchange.breaks:
-            self._metrics.predicted(predicted_s, first_byte_s - last.sent_s)
+            self._metrics.decisions.predicted(predicted_s, first_byte_s - last.sent_s)
             if choice.decision.rival is not None and inbound.prompts == 1:
                 self._look_back(choice.decision.rival, first_byte_s - last.sent_s, inbound, exchange)
 
     def _look_back(self, rival: Rival, actual_s: float, inbound: Inbound, exchange: Exchange) -> None:
         """Compare the choice with its rival, the best pod not chosen, now that the actual time is known."""
         tokens = exchange.usage.prompt_tokens
-        self._metrics.looked_back(
+        self._metrics.decisions.looked_back(
             regret_s(rival, actual_s, estimated_tokens=inbound.prompt_tokens, prompt_tokens=tokens)
         )
 

@@ -72,7 +72,7 @@ class Resuming:
             if await self._end_complete(running, tried):
                 return
             why = "failed"
-        self._metrics.attempt_broke(why)
+        self._metrics.attempts.attempt_broke(why)
         await self._end_broken(running, interrupted)
 
     async def _ask(self, running: Running, interrupted: Interrupted) -> Interrupted | None:
@@ -120,7 +120,7 @@ class Resuming:
         missing = interrupted.ending(running.inbound)
         if missing is None:
             return False
-        self._metrics.attempt_broke("ended")
+        self._metrics.attempts.attempt_broke("ended")
         if missing:
             await interrupted.relay.say(missing)
         response = interrupted.stream.response
@@ -134,7 +134,7 @@ class Resuming:
 
         So no client takes the answer for complete or reuses the connection. Raises ClientStalled or ConnectionError.
         """
-        self._metrics.broke()
+        self._metrics.attempts.broke()
         stream, request = interrupted.stream, running.request
         stream.response.force_close()
         if stream.is_stream:

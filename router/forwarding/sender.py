@@ -264,7 +264,7 @@ class Sender:
         if isinstance(running.state, Interrupted):
             stream = running.state.stream
             running.state = Streaming(stream)
-            self._metrics.attempt_broke("resumed")
+            self._metrics.attempts.attempt_broke("resumed")
             return stream, None
         fields = self._headers(opened.response, running.exchange, attempt.choice)
         response = Passed(status=opened.response.status, headers=fields)

@@ -189,7 +189,7 @@ class WaitingRoom:
             if self._held.pop(waiting, None) is not None:  # the client has left
                 line.leave(waiting, now_s)
             exchange.waited(now_s - began_s)
-            self._metrics.queued(now_s - began_s)
+            self._metrics.queue.waited(now_s - began_s)
             self._metrics.tenants.queued(exchange.arrival.tenant.name, now_s - began_s)
 
     def _look_soon(self, *, at_once: bool) -> None:
@@ -244,7 +244,7 @@ class WaitingRoom:
             held.placed.set_exception(error)
 
     def _count(self, tenant: str, reason: str) -> None:
-        self._metrics.queue_refused(reason)
+        self._metrics.queue.refused(reason)
         self._metrics.tenants.refused(tenant, "queue")
 
 

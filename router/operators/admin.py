@@ -21,7 +21,7 @@ from router.events.feed import EventFeed
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
 from router.operators.audit import note
-from router.operators.status import json_response
+from router.operators.json_answer import json_response
 from router.registry.index import PrefixIndex
 from router.tenants.tenant import DEFAULT, Tenant
 

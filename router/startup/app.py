@@ -66,6 +66,7 @@ from router.startup.parts import (
     DISCOVERY,
     ENGINES,
     EVENTS,
+    EXPOSITION,
     FLEET,
     INDEX,
     ISOLATION,
@@ -76,11 +77,11 @@ from router.startup.parts import (
     OBJECTIVES,
     PEER_SYNC,
     PLACES,
+    READINESS,
     REGISTRY,
     SCRAPER,
     SESSION,
     SETTINGS,
-    STATUS,
     STREAMS,
     UPSTREAM,
     USAGE_LOG,
@@ -349,7 +350,7 @@ async def _events(app: web.Application) -> AsyncIterator[None]:
 
 async def _metrics_sent(app: web.Application) -> AsyncIterator[None]:
     """Send the metrics over OTLP, if the environment asks for that."""
-    async with metrics_sent(SERVICE, app[STATUS].families):
+    async with metrics_sent(SERVICE, app[EXPOSITION].families):
         yield
 
 
@@ -358,7 +359,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
     index, metrics, registry, peer_sync, streams = app[INDEX], app[METRICS], app[REGISTRY], app[PEER_SYNC], app[STREAMS]
 
     def forget(change: FleetChange) -> None:
-        metrics.keep_pods(change.pods)
+        metrics.answers.keep_pods(change.pods)
         for pod in change.ended:
             streams.leave(pod)
             if not registry.reports(pod):  # the registry reader handles pods that publish
@@ -380,7 +381,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             log.warning("registry: not loaded within %g s; going on without it", timeout_s)
         if isinstance(peer_sync, PeerSync) and not await peer_sync.reader.wait_warm(max(0.0, until_s - loop.time())):
             log.warning("gateways: what others know is not loaded within %g s; going on without it", timeout_s)
-        app[STATUS].is_warm = True
+        app[READINESS].is_warm = True
 
     app[FLEET].listen(forget)
     app[FLEET].listen(lambda change: streams.set_sources(sources(app[FLEET].members(), app[SETTINGS])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from router.choosing.chooser import Chooser
 from router.choosing.learnt_values import LearntValues
 from router.choosing.peer_setup import make_peer_sync, new_outbox
-from router.choosing.registry_view import WithEvents
+from router.choosing.registry_view import RegistryView, WithEvents
 from router.choosing.shadow import Shadows
 from router.edge.admission import MIB
 from router.edge.body import BodyLimits
@@ -32,7 +33,18 @@ from router.forwarding.sender import Limits, Sender
 from router.forwarding.tracing import TRACER
 from router.forwarding.waiting import RoomLimits, WaitingRoom
 from router.operators.admin import Admin
-from router.operators.status import Status
+from router.operators.exposition import (
+    Exposition,
+    client_values,
+    discovery_values,
+    fleet_values,
+    peer_sync_values,
+    registry_values,
+    tenant_values,
+)
+from router.operators.model_list import ModelList
+from router.operators.pod_list import PodList
+from router.operators.readiness import Readiness
 from router.overload.line import LineLimits
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
@@ -52,6 +64,7 @@ from router.startup.parts import (
     DISCOVERY,
     ENGINES,
     EVENTS,
+    EXPOSITION,
     FLEET,
     GENERATE,
     INDEX,
@@ -59,12 +72,15 @@ from router.startup.parts import (
     LACKS,
     LIMITER,
     METRICS,
+    MODEL_LIST,
     NAMED_CACHES,
     NAMES,
     OBJECTIVES,
     PEER_SYNC,
     PICKER,
     PLACES,
+    POD_LIST,
+    READINESS,
     RECORDER,
     REGISTRY,
     ROOM,
@@ -72,14 +88,16 @@ from router.startup.parts import (
     SENT_REPORTS,
     SESSION,
     SETTINGS,
-    STATUS,
     STORED,
     STREAMS,
     UPSTREAM,
     USAGE_LOG,
 )
 from router.stored.named_caches import NamedCacheLimits, NamedCaches
+from router.telemetry.inference import InferenceValues
 from router.telemetry.log import RequestLog
+from router.telemetry.metrics import ScrapedValues
+from router.telemetry.registry import KvEventValues
 from router.views.table import Policy
 
 ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
@@ -228,26 +246,51 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         ),
         objectives=app[OBJECTIVES],
     )
-    app[STATUS] = Status(
-        discovery=app[DISCOVERY],
-        fleet=fleet,
-        registry=registry,
-        has_registry=isinstance(app[REGISTRY], RegistryReader),
-        admission=app[ADMISSION],
-        connections=app[CONNECTIONS],
-        lacks=app[LACKS],
-        room=app[ROOM],
-        metrics=metrics,
-        limiter=app[LIMITER],
-        usage_log=app[USAGE_LOG],
-        peer_sync=app[PEER_SYNC],
-        events=app[STREAMS],
-        scraper=app[SCRAPER],
-        names=app[NAMES],
-        objectives=app[OBJECTIVES],
-    )
+    _reporting(app, registry)
     app[ADMIN] = Admin(
-        *(app[SESSION], app[UPSTREAM], fleet, app[ADMISSION], reading, chooser, index, app[EVENTS], bodies),
+        app[SESSION],
+        app[UPSTREAM],
+        fleet,
+        app[ADMISSION],
+        reading,
+        chooser,
+        index,
+        app[EVENTS],
+        bodies,
         app[CLIENT_KEYS],
     )
     yield
+
+
+def _reporting(app: web.Application, registry: RegistryView) -> None:
+    """Make the handlers that report the state of the gateway and its fleet."""
+    fleet, discovery, objectives = app[FLEET], app[DISCOVERY], app[OBJECTIVES]
+    has_registry = isinstance(app[REGISTRY], RegistryReader)
+    app[READINESS] = readiness = Readiness(
+        discovery,
+        fleet,
+        app[ADMISSION],
+        registry,
+        has_registry=has_registry,
+        peer_sync=app[PEER_SYNC],
+        scraper=app[SCRAPER],
+        objectives=objectives,
+    )
+    app[MODEL_LIST] = ModelList(fleet, app[NAMES])
+    app[POD_LIST] = PodList(fleet, registry, app[PEER_SYNC], app[STREAMS], app[SCRAPER])
+
+    def read() -> ScrapedValues:
+        found = discovery.status()
+        return ScrapedValues(
+            clients=client_values(app[ADMISSION], app[CONNECTIONS], app[LACKS]),
+            fleet=fleet_values(fleet, app[SCRAPER]),
+            discovery=discovery_values(found, readiness.sync_age_s()),
+            registry=registry_values(registry.status(), is_configured=has_registry),
+            waiting=app[ROOM].waiting(),
+            kv_events=KvEventValues(Counter(app[STREAMS].states().values()), app[STREAMS].totals()),
+            peer_sync=peer_sync_values(app[PEER_SYNC].status()),
+            tenants=tenant_values(app[LIMITER], app[USAGE_LOG]),
+            inference=InferenceValues(found.is_pool_valid, None if objectives is None else len(objectives)),
+        )
+
+    app[EXPOSITION] = Exposition(app[METRICS], read)

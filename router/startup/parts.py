@@ -27,7 +27,10 @@ from router.forwarding.recorder import Recorder
 from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
 from router.operators.admin import Admin
-from router.operators.status import Status
+from router.operators.exposition import Exposition
+from router.operators.model_list import ModelList
+from router.operators.pod_list import PodList
+from router.operators.readiness import Readiness
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerParts
 from router.reading.names import Names
@@ -62,7 +65,10 @@ SENT_REPORTS = web.AppKey("sent_reports", SentReports)
 PEER_SYNC: web.AppKey[PeerSync | NoPeerSync] = web.AppKey("peer_sync")
 EVENTS = web.AppKey("events", EventFeed)
 STREAMS = web.AppKey("streams", Streams)
-STATUS = web.AppKey("status", Status)
+READINESS = web.AppKey("readiness", Readiness)
+EXPOSITION = web.AppKey("exposition", Exposition)
+MODEL_LIST = web.AppKey("model_list", ModelList)
+POD_LIST = web.AppKey("pod_list", PodList)
 CHOOSER = web.AppKey("chooser", Chooser)
 GENERATE = web.AppKey("generate", Generate)
 STORED = web.AppKey("stored", Stored)

@@ -12,13 +12,15 @@ from router.edge.body import no_go_ahead
 from router.endpoints.generate import Generate
 from router.endpoints.stored_responses import STORED as KEPT
 from router.endpoints.stored_responses import Stored
-from router.operators.status import Status
+from router.operators.model_list import ModelList
+from router.operators.readiness import Readiness
 from router.reading.by_load import BY_LOAD, UPLOADS
 from router.startup.parts import (
     GENERATE,
+    MODEL_LIST,
     NAMED_CACHES,
+    READINESS,
     SETTINGS,
-    STATUS,
     STORED,
 )
 from router.stored.named_caches import NamedCaches
@@ -37,10 +39,10 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.get))
     app.router.add_patch("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.renew), expect_handler=no_go_ahead)
     app.router.add_delete("/v1/caches/{id}", _to(NAMED_CACHES, NamedCaches.remove))
-    app.router.add_get("/v1/models", _to(STATUS, Status.models))
-    app.router.add_get("/v1/models/{model:.+}", _to(STATUS, Status.model))
-    app.router.add_get("/health", _to(STATUS, Status.health))
-    app.router.add_get("/ready", _to(STATUS, Status.ready))
+    app.router.add_get("/v1/models", _to(MODEL_LIST, ModelList.models))
+    app.router.add_get("/v1/models/{model:.+}", _to(MODEL_LIST, ModelList.model))
+    app.router.add_get("/health", _to(READINESS, Readiness.health))
+    app.router.add_get("/ready", _to(READINESS, Readiness.ready))
     if app[SETTINGS].pass_through:  # last, because it takes all other paths
         app.router.add_post("/v1/{path:.+}", _to(GENERATE, Generate.pass_through), expect_handler=no_go_ahead)
 

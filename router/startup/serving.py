@@ -36,15 +36,17 @@ from router.startup.parts import (
     CONNECTIONS,
     CONSTANTS,
     DIED,
+    EXPOSITION,
     FLEET,
     INDEX,
     LACKS,
     METRICS,
     PICKER,
+    POD_LIST,
+    READINESS,
     RECORDER,
     ROOM,
     SETTINGS,
-    STATUS,
 )
 
 log = logging.getLogger(__name__)
@@ -68,23 +70,23 @@ def build_metrics_app(app: web.Application, connections: ClientConnections) -> w
     metrics_app = web.Application(middlewares=[errors])
     metrics_app.on_response_prepare.append(end_unread)
     metrics_app.cleanup_ctx.append(partial(_watched, app, "the watch over scrapers", connections))
-    metrics_app.router.add_get("/metrics", app[STATUS].metrics)
+    metrics_app.router.add_get("/metrics", app[EXPOSITION].page)
     return metrics_app
 
 
 def build_admin_app(app: web.Application, connections: ClientConnections) -> web.Application:
     """Return the operators' application of the started `app`, for a port that no client reaches."""
-    status, admin, live = app[STATUS], app[ADMIN], make_live(app)
+    readiness, admin, live = app[READINESS], app[ADMIN], make_live(app)
     pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
     admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", connections))
     admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
-        ("/health", status.health),
-        ("/ready", status.ready),
-        ("/metrics", status.metrics),
-        ("/v1/pods", status.pods),
+        ("/health", readiness.health),
+        ("/ready", readiness.ready),
+        ("/metrics", app[EXPOSITION].page),
+        ("/v1/pods", app[POD_LIST].pods),
         ("/ui", pages.page),
         ("/ui/events", pages.events),
         ("/ui/state", pages.state),
@@ -137,7 +139,7 @@ async def run_picker(app: web.Application) -> AsyncIterator[int]:
         cert_file,
         key_file,
     )
-    async with serving(app[PICKER], app[STATUS].missing, listen) as port:
+    async with serving(app[PICKER], app[READINESS].missing, listen) as port:
         yield port
 
 

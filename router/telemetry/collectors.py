@@ -1,14 +1,16 @@
-"""Counters and histograms that are cheap to update: the library's take a lock, and cost five times as much."""
+"""Counters and histograms that are cheap to update: the library's take a lock, and cost five times as much. And series
+whose values another object holds, which are read when Prometheus scrapes.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 Labels = tuple[str | int, ...]
@@ -21,6 +23,10 @@ class Tally(Collector):
         self._about = (name, text)
         self._labels = labels
         self.counts: defaultdict[Labels, int] = defaultdict(int)
+
+    def take(self, counts: Mapping[str, int]) -> None:
+        """Take what is counted elsewhere, by the only label."""
+        self.counts.update({(label,): count for label, count in counts.items()})
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
@@ -72,3 +78,49 @@ class Distribution(Collector):
             buckets = list(zip(bounds, accumulate(counts), strict=True))
             family.add_metric([str(label) for label in labels], buckets, self._sums[labels])
         yield family
+
+
+class LabelledGauge(Collector):
+    """A gauge with one label, whose values are read when Prometheus scrapes."""
+
+    def __init__(self, name: str, text: str, label: str) -> None:
+        self._about = (name, text)
+        self._label = label
+        self.values: Mapping[str, float] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        family = GaugeMetricFamily(*self._about, labels=[self._label])
+        for label, value in self.values.items():
+            family.add_metric([label], float(value))  # not a truth value, which the SDK cannot send
+        yield family
+
+
+class FieldSeries:
+    """Series that show an object's fields: each has the name of a field behind `prefix`."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        prefix: str,
+        *,
+        gauges: Mapping[str, str],
+        counters: Mapping[str, str] | None = None,
+    ) -> None:
+        """`gauges` and `counters`: from field to text."""
+        self._gauges = {name: Gauge(prefix + name, text, registry=registry) for name, text in gauges.items()}
+        self._tallies = {name: Tally(prefix + name, text, ()) for name, text in (counters or {}).items()}
+        register(registry, *self._tallies.values())
+
+    def set(self, values: object) -> None:
+        """Take the fields of a scrape."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(values, name))
+        for name, tally in self._tallies.items():
+            tally.counts[()] = getattr(values, name)
+
+
+def register(registry: CollectorRegistry, *collectors: Collector) -> None:
+    """Add the collectors to the registry."""
+    for collector in collectors:
+        registry.register(collector)

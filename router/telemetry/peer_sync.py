@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
-from router.telemetry.collectors import Tally
+from router.telemetry.collectors import FieldSeries
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,40 +29,26 @@ class PeerSyncValues:
     gaps: int = 0
 
 
-_GAUGES = (
-    ("gateways", "Peer gateways that were heard in the last ten minutes and have not stopped"),
-    ("connected", "1 while this gateway hears the others through Redis"),
-    ("engines", "Engines about which other gateways told something"),
-    ("in_flight", "Requests of other gateways that are in flight on engines that publish nothing"),
-    ("waiting", "Events that wait to be sent to the other gateways"),
-    ("lag_seconds", "Seconds from the sending of the last message to its reading"),
-)
-_COUNTERS = (
-    ("sent", "Messages to the other gateways"),
-    ("sent_bytes", "Bytes of the messages to the other gateways"),
-    ("written", "Times that all beliefs about an engine were written to Redis"),
-    ("heard", "Messages from the other gateways"),
-    ("refused", "Messages from the other gateways refused whole: cut, with absurd numbers, or with another stride"),
-    ("unknown", "Messages from gateways of another release that were skipped: their version is not known here"),
-    ("lost", "Events that could not be sent one by one, because Redis was down for long or too slow"),
-    ("gaps", "Times that messages of another gateway were missing"),
-)
+_GAUGES = {
+    "gateways": "Peer gateways that were heard in the last ten minutes and have not stopped",
+    "connected": "1 while this gateway hears the others through Redis",
+    "engines": "Engines about which other gateways told something",
+    "in_flight": "Requests of other gateways that are in flight on engines that publish nothing",
+    "waiting": "Events that wait to be sent to the other gateways",
+    "lag_seconds": "Seconds from the sending of the last message to its reading",
+}
+_COUNTERS = {
+    "sent": "Messages to the other gateways",
+    "sent_bytes": "Bytes of the messages to the other gateways",
+    "written": "Times that all beliefs about an engine were written to Redis",
+    "heard": "Messages from the other gateways",
+    "refused": "Messages from the other gateways refused whole: cut, with absurd numbers, or with another stride",
+    "unknown": "Messages from gateways of another release that were skipped: their version is not known here",
+    "lost": "Events that could not be sent one by one, because Redis was down for long or too slow",
+    "gaps": "Times that messages of another gateway were missing",
+}
 
 
-class PeerSyncMetrics:
-    """`warmroute_gateway_beliefs_*`."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges = {
-            name: Gauge(f"warmroute_gateway_beliefs_{name}", text, registry=registry) for name, text in _GAUGES
-        }
-        self._tallies = {name: Tally(f"warmroute_gateway_beliefs_{name}", text, ()) for name, text in _COUNTERS}
-        for tally in self._tallies.values():
-            registry.register(tally)
-
-    def set(self, values: PeerSyncValues) -> None:
-        """Take the values of a scrape."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(values, name))
-        for name, tally in self._tallies.items():
-            tally.counts[()] = getattr(values, name)
+def peer_sync_series(registry: CollectorRegistry) -> FieldSeries:
+    """Return `warmroute_gateway_beliefs_*`, which show `PeerSyncValues`."""
+    return FieldSeries(registry, "warmroute_gateway_beliefs_", gauges=_GAUGES, counters=_COUNTERS)

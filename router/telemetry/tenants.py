@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from router.telemetry.collectors import Distribution, Tally
+from router.telemetry.collectors import Distribution, FieldSeries, Tally, register
+from router.telemetry.queue import QUEUE_BUCKETS_S
 
-QUEUE_BUCKETS_S = (0.01, 0.05, 0.25, 1.0, 5.0, 15.0, 60.0)
+
+@dataclass(frozen=True, slots=True)
+class TenantValues:
+    """Values read when Prometheus scrapes."""
+
+    limits_alone: bool = False
+    usage_log_pending_bytes: int = 0
+    usage_log_lost: int = 0
 
 
 class TenantMetrics:
@@ -37,8 +46,20 @@ class TenantMetrics:
             ("tenant",),
             QUEUE_BUCKETS_S,
         )
-        for collector in (self._requests, self._tokens, self._refused, self._queued):
-            registry.register(collector)
+        register(registry, self._requests, self._tokens, self._refused, self._queued)
+        self._fields = FieldSeries(
+            registry,
+            "warmroute_gateway_",
+            gauges={
+                "limits_alone": "1 while tenants' limits are kept without Redis, each gateway keeping its part",
+                "usage_log_pending_bytes": "Bytes of the usage log that are not written yet",
+            },
+            counters={"usage_log_lost": "Lines of the usage log lost because it could not be written"},
+        )
+
+    def set(self, values: TenantValues) -> None:
+        """Take the values of a scrape."""
+        self._fields.set(values)
 
     def answered(self, tenant: str, status: int) -> None:
         """Count an answer."""

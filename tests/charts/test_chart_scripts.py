@@ -87,7 +87,10 @@ async def serving(gateway: Gateway, port: int = 0) -> AsyncIterator[str]:
 async def run_script(name: str, *arguments: str, **environ: str) -> tuple[int, str]:
     """Return the exit status and the output of a script given with `python -c`, as in the chart."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", (CHART / "files" / name).read_text(), *arguments),
+        sys.executable,
+        "-c",
+        (CHART / "files" / name).read_text(),
+        *arguments,
         env={**os.environ, **environ},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -78,8 +78,10 @@ def programs(before: Path, tiny_checkpoint: Path) -> Iterator[tuple[list[Program
         gateways = [
             Program("router", *shared, "--probe-interval-s", "0.3", folder=before),
             Program(
-                *("tests.router.rig.gateway_program", '{"probe_interval_s": 0.3}'),
-                *(*shared, "--admin-port", "0"),
+                "tests.router.rig.gateway_program",
+                '{"probe_interval_s": 0.3}',
+                *shared,
+                "--admin-port=0",
                 folder=HERE,
             ),
         ]

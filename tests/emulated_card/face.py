@@ -74,6 +74,28 @@ def _figures(card: Card) -> dict[str, Any]:
 def _work(card: Card) -> dict[str, Any]:
     """Classes and functions that launch, order and await work."""
 
+    @contextmanager
+    def device(which: object) -> Iterator[None]:
+        yield
+
+    def set_sync_debug_mode(mode: str) -> None:
+        card.waiting_fails = mode == "error"
+
+    return {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: card.finish(),
+        "cudart": _cudart(card),
+        "device": device,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        **_streams(card),
+    }
+
+
+def _streams(card: Card) -> dict[str, Any]:
+    """Streams, events, and graphs that are recorded on streams."""
+
     class Stream:
         def __init__(self, device: object = None, priority: int = 0) -> None:
             self.device = card.device
@@ -118,6 +140,20 @@ def _work(card: Card) -> dict[str, Any]:
             assert end_s is not None
             return 1e3 * (end_s - start_s)
 
+    @contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        before, card.current = card.current, stream.queue
+        try:
+            yield
+        finally:
+            card.current = before
+
+    return {"Stream": Stream, "Event": Event, "stream": on_stream, **_graphs(card, Stream, on_stream)}
+
+
+def _graphs(card: Card, new_stream: Callable[[], Any], on_stream: Callable[[Any], Any]) -> dict[str, Any]:
+    """Graphs. `on_stream`: makes a stream the current one during a block."""
+
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False) -> None:
             self.recording = Recording(Pool())
@@ -127,21 +163,13 @@ def _work(card: Card) -> dict[str, Any]:
             card.launch(self.recording)
 
     @contextmanager
-    def on_stream(stream: Stream) -> Iterator[None]:
-        before, card.current = card.current, stream.queue
-        try:
-            yield
-        finally:
-            card.current = before
-
-    @contextmanager
     def graph(
         cuda_graph: CUDAGraph,
         pool: Pool | None = None,
-        stream: Stream | None = None,
+        stream: Any = None,
         capture_error_mode: str = "global",
     ) -> Iterator[None]:
-        stream, cuda_graph.recording.pool = stream or Stream(), pool or Pool()
+        stream, cuda_graph.recording.pool = stream or new_stream(), pool or Pool()
         card.finish()
         torch.cuda.empty_cache()
         with on_stream(stream):
@@ -151,9 +179,11 @@ def _work(card: Card) -> dict[str, Any]:
             finally:
                 card.end_capture(stream.queue)
 
-    @contextmanager
-    def device(which: object) -> Iterator[None]:
-        yield
+    return {"graph_pool_handle": Pool, "CUDAGraph": CUDAGraph, "graph": graph}
+
+
+def _cudart(card: Card) -> type:
+    """The runtime's own functions."""
 
     class Cudart:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -164,21 +194,4 @@ def _work(card: Card) -> dict[str, Any]:
             with card.lock:
                 return 0 if card.memory.unlock_pages(address) else _NOT_REGISTERED
 
-    def set_sync_debug_mode(mode: str) -> None:
-        card.waiting_fails = mode == "error"
-
-    return {
-        "_lazy_init": lambda: None,
-        "init": lambda: None,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: card.finish(),
-        "graph_pool_handle": Pool,
-        "cudart": Cudart,
-        "Stream": Stream,
-        "Event": Event,
-        "CUDAGraph": CUDAGraph,
-        "stream": on_stream,
-        "graph": graph,
-        "device": device,
-        "set_sync_debug_mode": set_sync_debug_mode,
-    }
+    return Cudart

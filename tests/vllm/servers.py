@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,50 @@ class ServerSpec:
         return self.blocks * BLOCK_TOKENS
 
 
+def _serve(binaries: Path, checkpoint: Path, port: int, events: Mapping[str, object], spec: ServerSpec) -> list[str]:
+    """Return the command line of `vllm serve`. `events`: how it publishes KV events."""
+    return [
+        str(binaries / "vllm"),
+        "serve",
+        str(checkpoint),
+        f"--served-model-name={MODEL}",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--dtype=float32",
+        "--enforce-eager",
+        f"--max-model-len={spec.max_model_len}",
+        f"--max-num-seqs={spec.max_num_seqs}",
+        f"--block-size={BLOCK_TOKENS}",
+        f"--num-gpu-blocks-override={spec.blocks}",
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--enable-force-include-usage",
+        f"--kv-events-config={json.dumps(events)}",
+        *spec.flags,
+    ]
+
+
+def _environment(binaries: Path, folder: Path, spec: ServerSpec) -> dict[str, str]:
+    """Return the server's environment: this one's, but without its packages."""
+    environment = {
+        **os.environ,
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "HF_HOME": str(folder / "hf"),
+        "OMP_NUM_THREADS": "1",
+        **spec.environ,
+    }
+    environment.pop("PYTHONPATH", None)
+    return environment
+
+
 class VllmServer:
     """One `vllm serve` process, in a process group of its own with the workers that it starts."""
 
@@ -61,38 +105,14 @@ class VllmServer:
             "endpoint": f"tcp://*:{self.events_port}",
             "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
-        command = [
-            sys.executable, str(KEEPER), str(os.getpid()), str(self._pid_file), str(STOP_S),
-            str(binaries / "vllm"), "serve", str(checkpoint), "--served-model-name", MODEL,
-            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs),
-            "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(spec.blocks),
-            "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-force-include-usage",
-            "--kv-events-config", json.dumps(events), *spec.flags,
-        ]  # fmt: skip
-        environ = {
-            **os.environ,
-            "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "HF_HOME": str(folder / "hf"),
-            "OMP_NUM_THREADS": "1",
-            **spec.environ,
-        }
-        environ.pop("PYTHONPATH", None)  # the server must not use this environment's packages
+        keeper = [sys.executable, str(KEEPER), str(os.getpid()), str(self._pid_file), str(STOP_S)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command,
+                [*keeper, *_serve(binaries, checkpoint, port, events, spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environ,
+                env=_environment(binaries, folder, spec),
                 cwd=folder,
                 start_new_session=True,
             )

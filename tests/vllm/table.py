@@ -76,9 +76,14 @@ def gateway(servers: Sequence[VllmServer], policy: str, redis_url: str, *flags: 
     """Start a gateway in front of the servers; the caller calls `wait_ready` and `stop`."""
     engines = ",".join(server.url for server in servers)
     return Program(
-        "router", "--engines", engines, "--port", "0", "--admin-port", "0", "--policy", policy,
-        "--redis-url", redis_url, *flags,
-    )  # fmt: skip
+        "router",
+        f"--engines={engines}",
+        "--port=0",
+        "--admin-port=0",
+        f"--policy={policy}",
+        f"--redis-url={redis_url}",
+        *flags,
+    )
 
 
 @contextlib.contextmanager
@@ -94,9 +99,14 @@ def gateways(
 async def ask(http: aiohttp.ClientSession, url: str, ask: Ask, began_s: float) -> Seen:
     """Send one request and read its stream to the end. Raise AssertionError unless the answer is whole."""
     body: dict[str, Any] = {
-        "model": MODEL, "prompt": ask.prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0.0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": MODEL,
+        "prompt": ask.prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     sent_s, first_s = time.monotonic() - began_s, 0.0
     async with http.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, f"{answer.status}: {await answer.text()}"

@@ -74,9 +74,14 @@ async def stream(
     """Return the usage of a whole stream. Raise AssertionError for any other stream. `on_pod` is called with the
     pod's name when the first token comes."""
     body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     events: list[bytes] = []
     async with http.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, f"{answer.status}: {await answer.text()}"

@@ -40,10 +40,14 @@ class Workload:
         order = [i % self.prefixes for i in range(self.requests)]
         rng.shuffle(order)
         return [
-            Ask(number, prefix, rng.randrange(self.gateways), f"{texts[prefix]}\nQuestion {number:04d}: "
-                + " ".join(rng.choices(WORDS, k=6)))
+            Ask(
+                number,
+                prefix,
+                rng.randrange(self.gateways),
+                f"{texts[prefix]}\nQuestion {number:04d}: " + " ".join(rng.choices(WORDS, k=6)),
+            )
             for number, prefix in enumerate(order)
-        ]  # fmt: skip
+        ]
 
 
 def attainable(prompts: Iterable[Sequence[int]], block_tokens: int) -> int:

@@ -39,7 +39,14 @@ def request_span(
     }
     return Span(
         f"{operation} {model}" if model else operation,
-        *(SpanKind.SERVER, trace, trace.span_id, trace.parent_id, trace.started_ns, end_ns, known(attributes), error),
+        SpanKind.SERVER,
+        trace,
+        trace.span_id,
+        trace.parent_id,
+        trace.started_ns,
+        end_ns,
+        known(attributes),
+        error,
     )
 
 

@@ -19,8 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from loadgen.output import theme
-from loadgen.output.units import axis_time, clipped
+from loadgen.output.style import theme
+from loadgen.output.style.units import axis_time, clipped
 
 WIDTH = 384.0
 """Width of an SVG in points: about one CSS pixel on a phone of 390 px, 1.45 on a page of 1,200 px in two columns."""
@@ -102,8 +102,16 @@ def draw_png(plot: Plot) -> bytes:
         title, chart = cast("list[SubFigure]", figure.subfigures(2, 1, height_ratios=[head, plot.height]))
         title.text(0.02, 1 - 6 / head, plot.title, va="top", weight="bold", size=FONT + 1)
         if plot.keys:
-            title.legend(handles=[_handle(key) for key in plot.keys], loc="lower left", ncols=2, fontsize=FONT - 1,
-                         borderaxespad=0.2, columnspacing=1.2, labelspacing=0.2, bbox_to_anchor=(0.01, 0))  # fmt: skip
+            title.legend(
+                handles=[_handle(key) for key in plot.keys],
+                loc="lower left",
+                ncols=2,
+                fontsize=FONT - 1,
+                borderaxespad=0.2,
+                columnspacing=1.2,
+                labelspacing=0.2,
+                bbox_to_anchor=(0.01, 0),
+            )
         plot.paint(chart)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=_DPI)

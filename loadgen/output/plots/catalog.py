@@ -9,9 +9,19 @@ from loadgen.output.plots.sweep import sweep_goodput, sweep_ttft
 from loadgen.result.model import Result
 
 _PAINTERS = (
-    sweep_goodput, sweep_ttft, ttft_cdf, contrast_forest, where_time_went, reuse_bars, blocks_in_order,
-    load_over_time, hits_over_time, tokens_per_pod, in_flight_per_pod, offered_load,
-)  # fmt: skip
+    sweep_goodput,
+    sweep_ttft,
+    ttft_cdf,
+    contrast_forest,
+    where_time_went,
+    reuse_bars,
+    blocks_in_order,
+    load_over_time,
+    hits_over_time,
+    tokens_per_pod,
+    in_flight_per_pod,
+    offered_load,
+)
 
 
 def plots_of(result: Result) -> list[Plot]:

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from loadgen.output import theme
 from loadgen.output.plots.canvas import (
     Key,
     Plot,
@@ -21,8 +20,9 @@ from loadgen.output.plots.canvas import (
     log_time_axis,
     one_axes,
     share_axis,
-)  # fmt: skip
-from loadgen.output.units import axis_time, clipped, metric_label, milliseconds
+)
+from loadgen.output.style import theme
+from loadgen.output.style.units import axis_time, clipped, metric_label, milliseconds
 from loadgen.result.model import Arm, Contrast, Interval, Result, Summary
 
 _HEIGHT = 236.0
@@ -187,8 +187,16 @@ def _ratio_range(contrasts: Sequence[Contrast]) -> tuple[float, float]:
 
 def _group_title(axes: Axes, row: int, metric: str, better: str) -> None:
     text = f"{metric_label(metric)} ({better} is better)"
-    axes.text(0, row, text, va="center", transform=axes.get_yaxis_transform(), color=theme.SOFT, fontsize=9.5,
-              bbox={"facecolor": theme.PAPER, "edgecolor": "none", "pad": 1.0})  # fmt: skip
+    axes.text(
+        0,
+        row,
+        text,
+        va="center",
+        transform=axes.get_yaxis_transform(),
+        color=theme.SOFT,
+        fontsize=9.5,
+        bbox={"facecolor": theme.PAPER, "edgecolor": "none", "pad": 1.0},
+    )
 
 
 def _whisker(axes: Axes, row: int, contrast: Contrast, slot: int, limits: tuple[float, float]) -> None:

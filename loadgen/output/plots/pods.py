@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from loadgen.output import theme
 from loadgen.output.plots.canvas import Key, Plot, label_axes, one_axes, panel_axes, panels_height, share_axis
 from loadgen.output.plots.latency import arm_keys
-from loadgen.output.units import count, number
+from loadgen.output.style import theme
+from loadgen.output.style.units import count, number
 from loadgen.result.model import Arm, PodShare, Result, TimeSeries
 
 _MANY_PODS = 8

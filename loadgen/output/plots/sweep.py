@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import FigureBase
 from matplotlib.ticker import MaxNLocator
 
-from loadgen.output import theme
 from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_time_axis, one_axes
-from loadgen.output.units import metric_label, milliseconds, number
+from loadgen.output.style import theme
+from loadgen.output.style.units import metric_label, milliseconds, number
 from loadgen.result.model import Result, SweepPoint
 
 _DOTTED = " Dotted: the offered load. Rates include the time of a step's last answers, so they are low in short steps."
@@ -51,9 +51,16 @@ def sweep_goodput(result: Result) -> Plot | None:
             _line(axes, points, [served(p) for p in points], slots[name], "-")
             found = knee(points)
             if found:
-                axes.annotate(f"knee {step_of(found):g}", (step_of(found), served(found)), (0, 7),
-                              textcoords="offset points", ha="center", color=theme.colour(slots[name]),
-                              fontsize=9.5, bbox={"fc": theme.PAPER, "ec": "none", "pad": 0.5})  # fmt: skip
+                axes.annotate(
+                    f"knee {step_of(found):g}",
+                    (step_of(found), served(found)),
+                    (0, 7),
+                    textcoords="offset points",
+                    ha="center",
+                    color=theme.colour(slots[name]),
+                    fontsize=9.5,
+                    bbox={"fc": theme.PAPER, "ec": "none", "pad": 0.5},
+                )
         if by_rate:
             end = max(step_of(p) for points in arms.values() for p in points)
             axes.plot([0, end], [0, end], color=theme.SOFT, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
@@ -102,8 +109,15 @@ def sweep_ttft(result: Result) -> Plot | None:
         log_time_axis(axes.yaxis, low, high)
         if objective:
             axes.axhline(objective, color=theme.INK, linewidth=1)
-            axes.annotate("objective", (1, objective), (0, 3), xycoords=("axes fraction", "data"),
-                          textcoords="offset points", ha="right", fontsize=9.5)  # fmt: skip
+            axes.annotate(
+                "objective",
+                (1, objective),
+                (0, 3),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9.5,
+            )
         _x_axis(axes, arms, by_rate)
         label_axes(axes, _x_label(by_rate), "time to first token, log scale")
 
@@ -126,8 +140,9 @@ def _line(axes: Axes, points: Sequence[SweepPoint], heights: Sequence[float], sl
     axes.plot(x, heights, color=colour, linewidth=1.6, linestyle=style)
     for hollow, face in ((False, colour), (True, theme.PAPER)):
         chosen = [i for i, p in enumerate(points) if p.saturated == hollow]
-        axes.plot([x[i] for i in chosen], [heights[i] for i in chosen], "o", color=colour, markersize=5,
-                  markerfacecolor=face)  # fmt: skip
+        axes.plot(
+            [x[i] for i in chosen], [heights[i] for i in chosen], "o", color=colour, markersize=5, markerfacecolor=face
+        )
 
 
 def _x_axis(axes: Axes, arms: dict[str, list[SweepPoint]], by_rate: bool) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from loadgen.simulate.peers.base import History, Peer
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.pods.routing import Offered
 
 IMBALANCE = 8
 """If the busiest and the idlest pod differ by more running requests than this, the strategy ignores the prefix."""

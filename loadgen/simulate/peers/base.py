@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.contract.keys import PrefixKey
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Offered, Scrape
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Offered, Scrape
 
 NOTHING_SCRAPED = Scrape(0, 0, 0.0)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from engine.contract.keys import PrefixKey
 from loadgen.simulate.peers.base import Events, Peer
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Offered
 
 BLOCK_TOKENS = 16
 KEY_TOKENS = 64

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from xxhash import xxh64_intdigest
 
 from loadgen.simulate.peers.base import Peer
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.pods.routing import Offered
 
 VIRTUAL_NODES = 256
 MEAN_LOAD_FACTOR = 1.25

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loadgen.simulate.peers.base import Events, History, Peer
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Offered
 
 SCRAPE_S = 0.05
 APPROXIMATE_BLOCKS = 31_250

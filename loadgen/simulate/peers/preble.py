@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from loadgen.simulate.peers.base import History, Peer
-from loadgen.simulate.routing import Offered
+from loadgen.simulate.pods.routing import Offered
 
 WINDOW_S = 180.0
 """Length of the history H over which the load is summed."""

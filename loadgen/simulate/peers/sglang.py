@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from loadgen.simulate.peers.base import History, Peer
-from loadgen.simulate.routing import Offered, Scrape
+from loadgen.simulate.pods.routing import Offered, Scrape
 
 CACHE_THRESHOLD = 0.3
 BALANCE_ABS = 64

@@ -34,10 +34,12 @@ from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.common.collector import MIDDLE, OLDEST, YOUNG
 from engine.contract.prefix_key import PrefixKey
-from engine.sched.plan import SampledToken, StepResult
+from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.allowance import StepSharing
+from engine.tiers.build import make_tiers
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
 
@@ -128,8 +130,7 @@ class Ran:
 def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) -> Ran:
     """Serve all requests, `CONCURRENT` at a time; measurement begins after the first `warm_up` requests."""
     clock = Clock()
-    blocks = profile.kv_tokens // BLOCK
-    cache = PrefixCache(blocks, BLOCK, index=arm.index, eviction=Eviction.LFU)
+    cache = PrefixCache(profile.kv_tokens // BLOCK, BLOCK, index=arm.index, eviction=Eviction.LFU)
     wanted: list[None] = []
     beside_s = 0.0
 
@@ -143,8 +144,7 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
 
     tiers = _tiers(arm, profile, cache, clock, lambda: wanted.append(None), go_on)
     scheduler = Scheduler(cache, SchedulerConfig(STEP_TOKENS, CONCURRENT, CONCURRENT), tiers)
-    waiting = iter(asked)
-    numbers = count()
+    waiting, numbers = iter(asked), count()
     open_requests = finished = 0
     cpu_s = hash_s = began_s = began_cpu_s = began_beside_s = 0.0
     before = scheduler.stats()
@@ -156,15 +156,8 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
             arrived.append(Request(next(numbers), one.prompt, one.answer, hashed=hashed))
             open_requests += 1
         hash_s += time.thread_time() - start_s
-        start_s = time.thread_time()
-        for request in arrived:
-            scheduler.add(request)
-        scheduler.advance(clock.time())
-        plan = scheduler.schedule()
-        scheduler.take_changes()
-        host_s = time.thread_time() - start_s
+        plan, host_s = _planned(scheduler, arrived, clock)
         cpu_s += host_s
-        clock.go_on(host_s)
         if plan is None:
             if not scheduler.has_work:
                 break
@@ -176,12 +169,8 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
         step_s = profile.step_s(plan)
         clock.go_on(step_s)
         sampled = {chunk.request.id: SampledToken(7 + len(chunk.blocks)) for chunk in plan.chunks if chunk.samples}
-        start_s = time.thread_time()
-        outputs = scheduler.complete(StepResult(sampled, step_s))
-        host_s = time.thread_time() - start_s
+        ended, host_s = _completed(scheduler, StepResult(sampled, step_s), clock)
         cpu_s += host_s
-        clock.go_on(host_s)
-        ended = sum(output.finish is not None for output in outputs)
         open_requests -= ended
         if finished < warm_up <= finished + ended:
             began_s, began_cpu_s, began_beside_s, before = clock.time(), cpu_s, beside_s, scheduler.stats()
@@ -198,6 +187,28 @@ def run(arm: Arm, profile: SimProfile, asked: Sequence[Asked], *, warm_up: int) 
         beside_s - began_beside_s,
         hit / queried,
     )
+
+
+def _planned(scheduler: Scheduler, arrived: Sequence[Request], clock: Clock) -> tuple[StepPlan | None, float]:
+    """Take in what arrived and plan a step. Return the plan and its CPU seconds, by which the clock goes on."""
+    start_s = time.thread_time()
+    for request in arrived:
+        scheduler.add(request)
+    scheduler.advance(clock.time())
+    plan = scheduler.schedule()
+    scheduler.take_changes()
+    host_s = time.thread_time() - start_s
+    clock.go_on(host_s)
+    return plan, host_s
+
+
+def _completed(scheduler: Scheduler, result: StepResult, clock: Clock) -> tuple[int, float]:
+    """Complete a step. Return how many requests ended, and the CPU seconds, by which the clock goes on."""
+    start_s = time.thread_time()
+    outputs = scheduler.complete(result)
+    host_s = time.thread_time() - start_s
+    clock.go_on(host_s)
+    return sum(output.finish is not None for output in outputs), host_s
 
 
 def _tiers(
@@ -232,7 +243,7 @@ def _tiers(
         step_tokens=STEP_TOKENS,
         clock=clock.time,
         on_end=on_end,
-        later=later,
+        sharing=StepSharing(later=later),
     )
 
 

@@ -156,7 +156,7 @@ def main() -> None:
         spec = ServerSpec(environ={"OMP_NUM_THREADS": threads})
         engine = Program(
             "engine", "--model", str(checkpoint), "--served-model-name", MODEL, "--port", "0", "--threads", threads
-        )  # fmt: skip
+        )
         try:
             with running_servers(environment.binaries, checkpoint, folder, [spec]) as (server,):
                 contenders = [

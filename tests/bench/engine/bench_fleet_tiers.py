@@ -26,7 +26,7 @@ import numpy as np
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.fleet import FleetSpec
-from loadgen.simulate.pod_tiers import TierSpec
+from loadgen.simulate.pods.tiers import TierSpec
 from loadgen.simulate.scenario import Scenario, SimulatedRun, play
 from loadgen.workloads.chat import Chat
 

@@ -238,12 +238,7 @@ async def run_engine(name: str, blocks: int, seconds: float) -> None:
     async with arm(name, lambda: not loop.open_requests):
         at_start = pauses.take()
         for _ in range(-(-blocks // 1024)):
-            tokens, spans = prompt(BLOCK_SIZE * 1024)
-            sequence = cache.open(tokens, str(next(ids)), spans)
-            cache.admit(sequence, len(tokens))
-            cache.commit(sequence, len(tokens))
-            cache.release(sequence)
-            cache.take_changes()
+            _fill(cache, str(next(ids)), *prompt(BLOCK_SIZE * 1024))
         filling = pauses.take()
         stepping = asyncio.create_task(loop.run())
         done, sizes, end_s = 0, [], time.monotonic() + seconds
@@ -270,19 +265,17 @@ async def run_engine(name: str, blocks: int, seconds: float) -> None:
         await asyncio.gather(*[user() for _ in range(AT_ONCE)])
         stepping.cancel()
         await asyncio.wait([stepping])
-        load, cached = pauses.take(), len(cache.pool.idle_blocks())
-        print(
-            json.dumps(
-                {
-                    "start": at_start["longest"],
-                    "filling": filling,
-                    "load": load,
-                    "done": done,
-                    "sizes": sizes,
-                    "cached": cached,
-                }
-            )
-        )
+        seen = {"start": at_start["longest"], "filling": filling, "load": pauses.take(), "done": done, "sizes": sizes}
+        print(json.dumps(seen | {"cached": len(cache.pool.idle_blocks())}))
+
+
+def _fill(cache: PrefixCache, salt: str, tokens: list[int], spans: tuple[KeySpan, ...]) -> None:
+    """Leave the prompt's blocks in the cache."""
+    sequence = cache.open(tokens, salt, spans)
+    cache.admit(sequence, len(tokens))
+    cache.commit(sequence, len(tokens))
+    cache.release(sequence)
+    cache.take_changes()
 
 
 def compare_engines(blocks: int, seconds: float) -> None:

@@ -21,9 +21,9 @@ from engine.backend.profiles import PROFILES
 from engine.cache.eviction import Eviction
 from engine.sched.output import TokenOutput
 from engine.sched.request import CacheMark, Request, ToolUse
-from loadgen.simulate.pod import PodSpec, SimPod
+from loadgen.simulate.pods.pod import PodSpec, SimPod
+from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.prompts import PromptMaker
-from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.agentic import Agentic
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.kinds import KINDS

@@ -30,13 +30,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.backend.host_tier import cpu_host_store
 from engine.backend.torch_backend import TorchBackend
 from engine.model.checkpoint import make_checkpoint
 from engine.model.decoder import load_decoder
 from engine.sched.plan import SequenceChunk
-from engine.tiers.build import Store, host_store
 from engine.tiers.copies.base import BlockPair
 from engine.tiers.copies.copier import BlockCopier
+from engine.tiers.stores.store import Store
 from tests.bench.engine.bench_exact import BLOCK_SIZE, decodes
 
 POOL_BLOCKS, HOST_BLOCKS = 1200, 1200
@@ -177,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder)
         backend = TorchBackend(load_decoder(folder), block_count=POOL_BLOCKS, block_size=BLOCK_SIZE)
-    store = host_store(backend.pool, HOST_BLOCKS * backend.pool.data[0].nbytes)
+    store = cpu_host_store(backend.pool, HOST_BLOCKS * backend.pool.data[0].nbytes)
     with ThreadPoolExecutor(1) as thread:
         bench = Bench(backend, store, thread)
         arms = asyncio.run(measure(bench, args.rounds, args.steps))

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from engine.backend.host_tier import cpu_host_store
 from engine.backend.torch_backend import TorchBackend
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
@@ -39,8 +40,8 @@ from engine.model.decoder import load_decoder
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from engine.tiers.allowance import STEP_SHARE
-from engine.tiers.build import host_store, make_tiers
+from engine.tiers.allowance import STEP_SHARE, StepSharing
+from engine.tiers.build import make_tiers
 from engine.tiers.tiers import Tiers
 
 BLOCK_SIZE, POOL_BLOCKS, HOST_BLOCKS = 16, 600, 2400
@@ -97,7 +98,7 @@ class Pod:
         self.is_wanted = False
         self.close: Callable[[], object] = lambda: None
         if share is not None:
-            store = host_store(self.backend.pool, HOST_BLOCKS * self.backend.pool.data[0].nbytes)
+            store = cpu_host_store(self.backend.pool, HOST_BLOCKS * self.backend.pool.data[0].nbytes)
             self.close = store.close
             self.tiers = Metered(
                 make_tiers(
@@ -107,9 +108,7 @@ class Pod:
                     step_tokens=STEP_TOKENS,
                     clock=time.monotonic,
                     on_end=self.go_on_soon,
-                    step_share=share,
-                    computed=time.thread_time,
-                    later=self.go_on_soon,
+                    sharing=StepSharing(share, computed=time.thread_time, later=self.go_on_soon),
                 )
             )
         self.scheduler = Scheduler(cache, SchedulerConfig(STEP_TOKENS, 16, 64), self.tiers)

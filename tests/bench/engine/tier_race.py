@@ -18,8 +18,9 @@ from engine.loop.metrics import EngineMetrics
 from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.build import make_tiers
 from engine.tiers.stores.emulated import EmulatedCopies
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.stores.stats import TierStats
 from engine.tiers.tiers import Tiers

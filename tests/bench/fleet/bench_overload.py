@@ -23,7 +23,7 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.gateway import Gateway
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.pod import PodSpec
 from loadgen.workloads.base import Workload
 from loadgen.workloads.published import GeneratedSharedPrefix
 from router.overload.line import LineLimits

@@ -17,12 +17,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from prometheus_client import CollectorRegistry
+
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.gateway import MODEL, Gateway
 from router.choosing.shadow import Shadows
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.telemetry.metrics import Metrics
+from router.telemetry.shadows import ShadowMetrics
 from router.views.table import CandidatePods, Policy
 from router.views.types import Decision, RequestInfo
 from tests.bench.policy_table.cases import KNEES, SYNTHETIC, Case
@@ -48,14 +51,14 @@ class Seen:
     """Tokens believed cached on the pods of the shadow policy."""
 
 
-class Counted(Metrics):
+class Counted(ShadowMetrics):
     """Keeps what a gateway counts for its shadow policies."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(CollectorRegistry())
         self.seen = {name: Seen() for name in POLICY_NAMES}
 
-    def shadowed(
+    def chose(
         self,
         policy: str,
         shadow: str,
@@ -65,7 +68,7 @@ class Counted(Metrics):
         cached_tokens: tuple[int, int],
         ttft_s: tuple[float, float],
     ) -> None:
-        """See `Metrics`."""
+        """See `ShadowMetrics`."""
         seen = self.seen[shadow]
         seen.requests += 1
         seen.others += not is_same
@@ -73,7 +76,7 @@ class Counted(Metrics):
         seen.acting_tokens += cached_tokens[0]
         seen.shadow_tokens += cached_tokens[1]
 
-    def shadow_failed(self, policy: str, shadow: str) -> None:
+    def failed(self, policy: str, shadow: str) -> None:
         """Fail, because a table without some of the requests would be wrong. Raises AssertionError."""
         raise AssertionError(f"{shadow} failed in the shadow of {policy}")
 
@@ -101,16 +104,19 @@ def make_policies() -> Mapping[str, Policy]:
 def play(case: Case, name: str, shadows: Sequence[str], seed: int) -> tuple[list[RequestRecord], Mapping[str, Seen]]:
     """Serve the case with one policy; return its requests, and its shadow policies by name."""
     records: list[RequestRecord] = []
-    knee, metrics = KNEES.get(case.knee_of, 1.0), Counted()
+    knee, metrics, counted = KNEES.get(case.knee_of, 1.0), Metrics(), Counted()
+    metrics.shadows = counted
     acting = Acting(name, Shadows(shadows, make_policies, metrics))
     simulation = Simulation(
-        *(case.fleet(knee), case.workload(seed), case.arrivals(knee)),
+        case.fleet(knee),
+        case.workload(seed),
+        case.arrivals(knee),
         sessions=case.requests,
         seed=seed,
         on_record=records.append,
     )
     simulation.run([Gateway(name, simulation.timeline, stride=STRIDE, made=acting)])
-    return records, metrics.seen
+    return records, counted.seen
 
 
 def table(case: Case, seed: int) -> str:

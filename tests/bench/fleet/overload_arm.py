@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loadgen.simulate.fleet import Simulation
 from loadgen.simulate.gateway import Gateway
-from loadgen.simulate.routing import HELD, Offered
+from loadgen.simulate.pods.routing import HELD, Offered
 from router.overload.flow import Waiting
 from router.overload.line import TICK_S, WAIT_MARGIN, Line, LineLimits
 from router.overload.saturation import ROOM_S

@@ -22,7 +22,7 @@ def test_what_acts_is_bit_equal_to_the_policy_table_and_agrees_with_its_own_shad
     records, seen = play(CASE, name, POLICY_NAMES, seed=1)
     knee, alone = KNEES[CASE.knee_of], list[RequestRecord]()
     simulation = Simulation(
-        *(CASE.fleet(knee), CASE.workload(1), CASE.arrivals(knee)), sessions=12, seed=1, on_record=alone.append
+        CASE.fleet(knee), CASE.workload(1), CASE.arrivals(knee), sessions=12, seed=1, on_record=alone.append
     )
     simulation.run([make_router(name, simulation, 1000, STRIDE)])
     assert records == alone

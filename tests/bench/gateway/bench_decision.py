@@ -110,7 +110,15 @@ class World:
         keys = self._requests[number % len(self._requests)]
         size, tokens = 4 * STRIDE_TOKENS * STRIDES, STRIDE_TOKENS * STRIDES
         inbound = Inbound(
-            *(Endpoint.COMPLETIONS, "m", True, self._policy, keys, size, tokens, float(STRIDE_TOKENS), 128),
+            Endpoint.COMPLETIONS,
+            "m",
+            True,
+            self._policy,
+            keys,
+            size,
+            tokens,
+            float(STRIDE_TOKENS),
+            128,
             teaches_tokens=True,
             body=b"",
         )

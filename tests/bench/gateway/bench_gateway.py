@@ -363,8 +363,14 @@ def compare(repeats: int, count: int, policy: str, pods: int, routers: list[str]
                 *running.enter_context(
                     # A busy machine may stop everything for seconds, although the engines are well.
                     started(
-                        *(*python, "tests.router.rig.gateway_program", PATIENT),
-                        *("--port", "0", "--engines", engines, "--policy", policy),
+                        *python,
+                        "tests.router.rig.gateway_program",
+                        PATIENT,
+                        "--port=0",
+                        "--engines",
+                        engines,
+                        "--policy",
+                        policy,
                     )
                 ),
             ),

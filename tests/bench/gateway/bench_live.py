@@ -61,6 +61,27 @@ class Fleet:
         return self._members
 
 
+def _request(draws: random.Random) -> Inbound:
+    """Return a request that shares its first keys with others of its prefix."""
+    prefix = draws.randrange(PREFIXES)
+    keys = tuple(
+        PrefixKey(prefix * 1_000 + i) if i < SHARED else PrefixKey(draws.getrandbits(64)) for i in range(STRIDES)
+    )
+    return Inbound(
+        endpoint=Endpoint.COMPLETIONS,
+        model="m",
+        stream=True,
+        policy="predicted_ttft",
+        keys=keys,
+        prompt_bytes=8192,
+        prompt_tokens=2048,
+        tokens_per_stride=64.0,
+        output_tokens=64,
+        teaches_tokens=True,
+        body=b"",
+    )
+
+
 async def spent_ms(pods: int) -> float:
     """Return CPU milliseconds per second."""
     loop, draws = asyncio.get_running_loop(), random.Random(1)
@@ -87,24 +108,7 @@ async def spent_ms(pods: int) -> float:
         for _ in range(SECONDS):
             began_s = loop.time()
             for _ in range(RATE):
-                prefix = draws.randrange(PREFIXES)
-                keys = tuple(
-                    PrefixKey(prefix * 1_000 + i) if i < SHARED else PrefixKey(draws.getrandbits(64))
-                    for i in range(STRIDES)
-                )
-                inbound = Inbound(
-                    endpoint=Endpoint.COMPLETIONS,
-                    model="m",
-                    stream=True,
-                    policy="predicted_ttft",
-                    keys=keys,
-                    prompt_bytes=8192,
-                    prompt_tokens=2048,
-                    tokens_per_stride=64.0,
-                    output_tokens=64,
-                    teaches_tokens=True,
-                    body=b"",
-                )
+                inbound = _request(draws)
                 at_s, scores = time.thread_time(), tuple[PodScore, ...]()
                 if live.wants_scores():
                     scores = chooser.explain(inbound)[0].decision.scores
@@ -115,8 +119,8 @@ async def spent_ms(pods: int) -> float:
                 exchange = Exchange(Arrival("request", began_s, began_s + 60))
                 exchange.inbound, exchange.status, exchange.first_byte_s = inbound, 200, began_s + 0.1
                 exchange.attempts = [cast(Any, SimpleNamespace(choice=choice, sent_s=began_s))]
-                metrics.answered("predicted_ttft", choice.pod.pod_id, 200)
-                metrics.first_byte("predicted_ttft", 0.1)
+                metrics.answers.answered("predicted_ttft", choice.pod.pod_id, 200)
+                metrics.answers.first_byte("predicted_ttft", 0.1)
                 at_s = time.thread_time()
                 live.ended(exchange)
                 spent_s += time.thread_time() - at_s

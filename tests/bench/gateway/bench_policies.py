@@ -118,7 +118,15 @@ def shadowed_us(shadow_counts: Sequence[Sequence[str]], pods: int, rounds: int =
         now_s = 0.1 + i * 1e-3
         size, tokens = 4 * STRIDE_TOKENS * STRIDES, STRIDE_TOKENS * STRIDES
         inbound = Inbound(
-            *(Endpoint.COMPLETIONS, "m", True, "predicted_ttft", keys, size, tokens, float(STRIDE_TOKENS), 128),
+            Endpoint.COMPLETIONS,
+            "m",
+            True,
+            "predicted_ttft",
+            keys,
+            size,
+            tokens,
+            float(STRIDE_TOKENS),
+            128,
             teaches_tokens=True,
             body=b"",
         )

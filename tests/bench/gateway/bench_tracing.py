@@ -125,8 +125,15 @@ def compare(repeats: int, count: int) -> None:
             variables = [f"{key}={value}" for key, value in asked.items()] if more else []
             arms[name] = running.enter_context(
                 started(
-                    *("env", *variables, sys.executable, "-m", "tests.router.rig.gateway_program"),
-                    *(PATIENT, "--port", "0", "--engines", engines),
+                    "env",
+                    *variables,
+                    sys.executable,
+                    "-m",
+                    "tests.router.rig.gateway_program",
+                    PATIENT,
+                    "--port=0",
+                    "--engines",
+                    engines,
                 )
             )
             wait_ready(arms[name][0], PODS)

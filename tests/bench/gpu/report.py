@@ -127,7 +127,23 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             f"* copy {c.copy_bytes_per_s / 1e12:.3f} TB/s, matmul {c.matmul_flops_per_s / 1e12:.1f} TFLOP/s, "
             f"to the device {c.up_bytes_per_s / 1e9:.1f} GB/s, from it {c.down_bytes_per_s / 1e9:.1f} GB/s"
         ]
-    lines += _section(
+    lines += _products(results)
+    lines += _decode(results)
+    lines += _prefill(results)
+    if (w := results.warm) is not None:
+        cells = (w.prompt_tokens, w.cached_tokens, _ms(w.warm_s), _ms(w.cold_s))
+        lines += _section("Time to first token", ("prompt", "cached", "warm ms", "cold ms"), [cells])
+    lines += _promotion(results)
+    lines += _against_transformers(results)
+    for profile in results.profiles:
+        lines += _profile(profile)
+    lines += ["", "## Bounds", "", *(f"* {check}" for check in checks(results, sizes))]
+    lines += [f"* failed: {section}: {reason}" for section, reason in results.failures.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _products(results: Results) -> list[str]:
+    return _section(
         "Products of few rows",
         ("matrix", "rows", "us", "of copy bandwidth", "torch us", "torch's time / ours"),
         [
@@ -135,55 +151,97 @@ def as_markdown(results: Results, sizes: Sizes) -> str:
             for f in results.products
         ],
     )
-    lines += _section(
+
+
+def _decode(results: Results) -> list[str]:
+    lines = _section(
         "Decode",
         ("batch", "context", "step ms", "tokens/s", "roofline ms", "share"),
         [
-            (f.batch, f"{f.context}{' *' if f.shared_blocks else ''}", _ms(f.step_s), f"{f.tokens_per_s:,.0f}",
-             _ms(f.roofline_s), f"{f.share:.0%}")
+            (
+                f.batch,
+                f"{f.context}{' *' if f.shared_blocks else ''}",
+                _ms(f.step_s),
+                f"{f.tokens_per_s:,.0f}",
+                _ms(f.roofline_s),
+                f"{f.share:.0%}",
+            )
             for f in results.decode
         ],
-    )  # fmt: skip
+    )
     if any(figure.shared_blocks for figure in results.decode):
         lines += [
             "",
             "\\* more KV than the pool holds: sequences share blocks; a block is read again after the whole pool.",
         ]
-    lines += _section(
+    return lines
+
+
+def _prefill(results: Results) -> list[str]:
+    return _section(
         "Prefill",
         ("tokens", "ms", "tokens/s", "TFLOP/s", "of matmul rate"),
         [
-            (f.tokens, _ms(f.elapsed_s), f"{f.tokens_per_s:,.0f}", f"{f.flops / f.elapsed_s / 1e12:.4g}",
-             f"{f.share:.0%}")
+            (
+                f.tokens,
+                _ms(f.elapsed_s),
+                f"{f.tokens_per_s:,.0f}",
+                f"{f.flops / f.elapsed_s / 1e12:.4g}",
+                f"{f.share:.0%}",
+            )
             for f in results.prefill
         ],
-    )  # fmt: skip
-    if (w := results.warm) is not None:
-        cells = (w.prompt_tokens, w.cached_tokens, _ms(w.warm_s), _ms(w.cold_s))
-        lines += _section("Time to first token", ("prompt", "cached", "warm ms", "cold ms"), [cells])
-    if (p := results.promotion) is not None:
-        header = ("tokens", "MB", "ms", "link ms", "ratio", "ms beside decode", "decode step ms", "step beside ms")
-        row = (p.tokens, f"{p.bytes / 1e6:.1f}", _ms(p.elapsed_s), _ms(p.link_s), f"{p.ratio:.2f}",
-               _ms(p.beside_decode_s), _ms(p.decode_step_s), _ms(p.decode_step_beside_s))  # fmt: skip
-        lines += _section("Promotion from the host tier", header, [row])
-    lines += _section(
+    )
+
+
+def _promotion(results: Results) -> list[str]:
+    if (p := results.promotion) is None:
+        return []
+    header = ("tokens", "MB", "ms", "link ms", "ratio", "ms beside decode", "decode step ms", "step beside ms")
+    row = (
+        p.tokens,
+        f"{p.bytes / 1e6:.1f}",
+        _ms(p.elapsed_s),
+        _ms(p.link_s),
+        f"{p.ratio:.2f}",
+        _ms(p.beside_decode_s),
+        _ms(p.decode_step_s),
+        _ms(p.decode_step_beside_s),
+    )
+    return _section("Promotion from the host tier", header, [row])
+
+
+def _against_transformers(results: Results) -> list[str]:
+    return _section(
         "Against transformers' continuous batching",
-        ("workload", "requests", "input", "output", "ours tok/s", "theirs tok/s", "ratio", "equal answers",
-         "equal tokens", "widest gap"),
+        (
+            "workload",
+            "requests",
+            "input",
+            "output",
+            "ours tok/s",
+            "theirs tok/s",
+            "ratio",
+            "equal answers",
+            "equal tokens",
+            "widest gap",
+        ),
         [
-            (f"{c.workload} ({c.theirs_attention})", c.requests, c.input_tokens, c.output_tokens,
-             f"{c.ours_tokens_per_s:,.0f}", f"{'< ' * bool(c.theirs_unanswered)}{c.theirs_tokens_per_s:,.0f}",
-             f"{'> ' * bool(c.theirs_unanswered)}{c.ratio:.2f}",
-             f"{c.agreement.equal}/{c.agreement.requests}", f"{c.agreement.equal_tokens}/{c.agreement.tokens}",
-             f"{c.agreement.widest_gap:.3f}")
+            (
+                f"{c.workload} ({c.theirs_attention})",
+                c.requests,
+                c.input_tokens,
+                c.output_tokens,
+                f"{c.ours_tokens_per_s:,.0f}",
+                f"{'< ' * bool(c.theirs_unanswered)}{c.theirs_tokens_per_s:,.0f}",
+                f"{'> ' * bool(c.theirs_unanswered)}{c.ratio:.2f}",
+                f"{c.agreement.equal}/{c.agreement.requests}",
+                f"{c.agreement.equal_tokens}/{c.agreement.tokens}",
+                f"{c.agreement.widest_gap:.3f}",
+            )
             for c in results.comparisons
         ],
-    )  # fmt: skip
-    for profile in results.profiles:
-        lines += _profile(profile)
-    lines += ["", "## Bounds", "", *(f"* {check}" for check in checks(results, sizes))]
-    lines += [f"* failed: {section}: {reason}" for section, reason in results.failures.items()]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def _profile(profile: StepProfile) -> list[str]:

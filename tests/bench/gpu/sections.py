@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -139,23 +140,23 @@ class Bench:
                 (one,) = steps.prefill_plans(tokens, tokens, start)
                 results.profiles.append(profile_steps(backend, what, [one] * (sizes.profiled_steps + 1)))
 
-        async def transformers() -> None:
-            if find_spec("transformers") is None:
-                raise RuntimeError("transformers is not installed: there is nothing to compare with")
-            async with Engine(backend, blocks, sizes.engine).running() as engine:
-                for workload in self._workloads():
-                    say(f"  {workload.name}: {len(workload.prompts)} requests, {workload.output_tokens} output tokens")
-                    served.append(await serve(engine, workload))
-                    say(f"  ours: {served[-1].output_tokens_per_s:,.0f} output tokens/s")
-
         return {
             "decode": decode,
             "prefill": prefill,
             "ttft": ttft,
             "promotion": promotion,
             "profile": profile,
-            "transformers": transformers,
+            "transformers": partial(self._transformers, backend, blocks, served),
         }
+
+    async def _transformers(self, backend: CudaBackend, blocks: int, served: list[ServedWorkload]) -> None:
+        if find_spec("transformers") is None:
+            raise RuntimeError("transformers is not installed: there is nothing to compare with")
+        async with Engine(backend, blocks, self._sizes.engine).running() as engine:
+            for workload in self._workloads():
+                say(f"  {workload.name}: {len(workload.prompts)} requests, {workload.output_tokens} output tokens")
+                served.append(await serve(engine, workload))
+                say(f"  ours: {served[-1].output_tokens_per_s:,.0f} output tokens/s")
 
     async def _products(self, ceilings: Ceilings) -> None:
         model = self._model
@@ -169,9 +170,14 @@ class Bench:
         sizes, vocab = self._sizes, self._model.config.vocab_size
         like = sharegpt_like(sizes.requests, vocab, 1, scale=sizes.length_scale, longest=sizes.longest)
         shared = shared_prefix(
-            sizes.requests, vocab, 2, groups=sizes.groups, prefix_tokens=sizes.prefix_tokens,
-            scale=sizes.length_scale, longest=sizes.longest,
-        )  # fmt: skip
+            sizes.requests,
+            vocab,
+            2,
+            groups=sizes.groups,
+            prefix_tokens=sizes.prefix_tokens,
+            scale=sizes.length_scale,
+            longest=sizes.longest,
+        )
         return [like, shared]
 
     async def _compare(self, served: list[ServedWorkload]) -> None:

@@ -145,13 +145,19 @@ def just_kept(worse: str = "", by: float = 1.001) -> Results:
 
     comparisons = [
         Comparison(
-            workload=workload, requests=8, input_tokens=8, output_tokens=8, ours_cached_tokens=0,
-            ours_tokens_per_s=high(f"throughput {workload}", THROUGHPUT_RATIO), theirs_tokens_per_s=1.0,
-            theirs_unanswered=0, theirs_attention="sdpa",
+            workload=workload,
+            requests=8,
+            input_tokens=8,
+            output_tokens=8,
+            ours_cached_tokens=0,
+            ours_tokens_per_s=high(f"throughput {workload}", THROUGHPUT_RATIO),
+            theirs_tokens_per_s=1.0,
+            theirs_unanswered=0,
+            theirs_attention="sdpa",
             agreement=Agreement(8, 7, 60, 64, low(f"gap {workload}", TIE_BOUND)),
         )
         for workload in WORKLOADS
-    ]  # fmt: skip
+    ]
     return Results(
         {},
         decode=[
@@ -276,9 +282,13 @@ steps.Steps.decode = once
 program.main(["--tiny", "--device", "cpu", "--sections", "decode", "--out", {str(tmp_path)!r}])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=110,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert [figure["share"] for figure in report["decode"]] == [0.5]

@@ -113,17 +113,32 @@ def decode_candidates() -> list[Candidate]:
 def prefill_candidates() -> list[Candidate]:
     """Return combinations of rows and keys per tile, warps and pipeline depth."""
     launches = (
-        (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3), (128, 32, 8, 5),
-        (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 5),
-    )  # fmt: skip
+        (128, 128, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 5),
+        (128, 64, 4, 3),
+        (128, 32, 8, 5),
+        (64, 128, 4, 3),
+        (64, 64, 4, 3),
+        (64, 64, 4, 5),
+    )
     return [_attention(prefill, None, *launch) for launch in launches]
 
 
 def product_candidates() -> list[Candidate]:
     """Return combinations of outputs and inputs per tile, pipeline depth and warps; and other numbers of prefetched
     lines."""
-    launches = ((16, 128, 8, 4), (16, 256, 6, 4), (32, 64, 8, 4), (32, 128, 4, 4), (32, 128, 6, 8), (32, 256, 4, 4),
-                (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8))  # fmt: skip
+    launches = (
+        (16, 128, 8, 4),
+        (16, 256, 6, 4),
+        (32, 64, 8, 4),
+        (32, 128, 4, 4),
+        (32, 128, 6, 8),
+        (32, 256, 4, 4),
+        (64, 64, 6, 4),
+        (64, 128, 4, 4),
+        (64, 128, 4, 8),
+    )
     found = [
         Candidate(
             f"tile {tile}, depth {depth}, {stages} stages, {warps} warps",

@@ -132,6 +132,16 @@ def _single_turn(
     name: str, seed: int, tenants: int, system: int, question: int, output: int = 100, unique_share: float = 0.0
 ) -> Chat:
     return Chat(
-        name, seed, tenants, 0.0, system, system, question, question, 1, 1,
-        unique_share=unique_share, output_tokens=output,
-    )  # fmt: skip
+        name,
+        seed,
+        tenants,
+        0.0,
+        system,
+        system,
+        question,
+        question,
+        1,
+        1,
+        unique_share=unique_share,
+        output_tokens=output,
+    )

@@ -9,9 +9,9 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from loadgen.output import theme
 from loadgen.output.plots.canvas import draw_svg
 from loadgen.output.save import write_whole
+from loadgen.output.style import theme
 from loadgen.simulate.build import emulated_pods, profile_words
 from tests.bench.literature.cases import (
     CONCURRENCY,

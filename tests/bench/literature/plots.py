@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from matplotlib.figure import FigureBase
 
-from loadgen.output import theme
 from loadgen.output.plots.canvas import Key, Plot, label_axes, log_range, log_time_axis, one_axes, share_axis
+from loadgen.output.style import theme
 from tests.bench.literature.cases import KINDS, SHARING_LEVELS, WORKLOAD_ARMS
 from tests.bench.literature.run import Tables
 

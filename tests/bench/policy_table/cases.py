@@ -13,7 +13,7 @@ from engine.backend.profiles import find_profile
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.fleet import FleetSpec
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.pod import PodSpec
 from loadgen.workloads.base import Workload
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.published import GeneratedSharedPrefix

@@ -13,7 +13,7 @@ from pathlib import Path
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.fleet import FleetSpec
-from loadgen.simulate.pod_tiers import TierSpec
+from loadgen.simulate.pods.tiers import TierSpec
 from loadgen.workloads.base import Workload
 from loadgen.workloads.chat import Chat
 from tests.bench.policy_table.cases import KNEES, SYNTHETIC, Case, trace_cases

@@ -241,9 +241,15 @@ def test_a_knee_is_measured_on_a_fleet_that_nothing_hinders(tmp_path: Path, monk
     """This holds whatever cases are requested: the load of all cases with that knee follows from it."""
     owners = knee_owners(KNEES.keys(), SYNTHETIC)
     assert {name: case.name for name, case in owners.items()} == {
-        "gsp": "gsp_60", "tenants": "tenants_60", "zipf": "zipf_60", "multi": "multi_60", "zero": "zero_60",
-        "one50": "one50_30", "one80": "one80_30", "one100": "one100_30",
-    }  # fmt: skip
+        "gsp": "gsp_60",
+        "tenants": "tenants_60",
+        "zipf": "zipf_60",
+        "multi": "multi_60",
+        "zero": "zero_60",
+        "one50": "one50_30",
+        "one80": "one80_30",
+        "one100": "one100_30",
+    }
     assert not knee_owners({"gsp"}, [case for case in SYNTHETIC if case.slow_pod or case.dying_pod])
     measured: list[Mapping[str, Case]] = []
 
@@ -333,8 +339,12 @@ def test_a_table_from_the_shell_says_what_is_missed(tmp_path: Path, capsys: pyte
     assert "gsp_burst: mean TTFT / best peer's" in said
     assert main([*flags, "--arms", "round_robin", "--merge"]) in (0, 1)
     assert set(json.loads((tmp_path / "policies.json").read_text())["gsp_burst"]) == {
-        "predicted_ttft", "power_of_two", "affinity_groups", "prefix_hash", "round_robin",
-    }  # fmt: skip
+        "predicted_ttft",
+        "power_of_two",
+        "affinity_groups",
+        "prefix_hash",
+        "round_robin",
+    }
     assert main([*flags, "--arms", "round_robin", "--out", str(tmp_path / "none"), "--merge"]) == 2
     assert main(["--cases", "no_such_case"]) == 2
 
@@ -484,6 +494,8 @@ def test_a_file_from_before_sessions_were_kept_is_merged_into(tmp_path: Path, mo
     assert main(["--cases", "gsp_60", "--arms", "dynamo_kv", "--merge", "--out", str(tmp_path)]) == 0
     table, knees, sessions = load(path)
     assert {(case, *arms) for case, arms in table.items()} == {
-        ("gsp_60", "dynamo_kv"), ("gsp_burst", "round_robin"), ("conversation_1x", "round_robin"),
-    }  # fmt: skip
+        ("gsp_60", "dynamo_kv"),
+        ("gsp_burst", "round_robin"),
+        ("conversation_1x", "round_robin"),
+    }
     assert (knees, sessions) == (dict(KNEES), 0)

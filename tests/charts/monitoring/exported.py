@@ -12,13 +12,17 @@ from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import LoadReport
 from engine.loop.metrics import EngineMetrics, RegistryState
-from engine.tiers.build import emulated_store, make_tiers
-from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.build import make_tiers
 from engine.tiers.exported import TierCollector
+from engine.tiers.stores.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.tiers import Tiers
+from router.telemetry.clients import ClientValues
+from router.telemetry.fleet import DiscoveryValues, FleetValues
 from router.telemetry.inference import InferenceValues
-from router.telemetry.metrics import GaugeValues, Metrics
+from router.telemetry.metrics import Metrics, ScrapedValues
+from router.telemetry.registry import KvEventValues, RegistryValues
 
 TARGET_LABELS = frozenset(("namespace", "pod", "job", "instance", "container", "service", "endpoint"))
 """Labels that Prometheus itself puts on every series of a ServiceMonitor or PodMonitor."""
@@ -30,57 +34,38 @@ Names = Mapping[str, frozenset[str]]
 def gateway_text() -> str:
     """Return `/metrics` of a gateway to which everything has happened once."""
     metrics = Metrics()
-    metrics.answered("predicted_ttft", "engine-1", 200)
-    metrics.first_byte("predicted_ttft", 0.1)
-    metrics.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
-    metrics.decided(1e-4)
-    metrics.predicted(0.1, 0.2)
-    metrics.looked_back(0.1)
-    metrics.shadowed(
+    metrics.answers.answered("predicted_ttft", "engine-1", 200)
+    metrics.answers.first_byte("predicted_ttft", 0.1)
+    metrics.decisions.cached("predicted_ttft", prompt_tokens=3, cached_tokens=2, predicted_tokens=1)
+    metrics.decisions.decided(1e-4)
+    metrics.decisions.predicted(0.1, 0.2)
+    metrics.decisions.looked_back(0.1)
+    metrics.shadows.chose(
         "predicted_ttft", "cache_aware", is_same=False, prompt_tokens=3, cached_tokens=(2, 1), ttft_s=(0.1, 0.2)
     )
-    metrics.shadow_failed("predicted_ttft", "cache_aware")
-    metrics.compared_shadows(1e-4)
-    metrics.queued(0.1)
-    metrics.queue_refused("late")
-    metrics.retry_refused()
-    metrics.unserved("m")
-    metrics.unauthorized()
+    metrics.shadows.failed("predicted_ttft", "cache_aware")
+    metrics.shadows.took(1e-4)
+    metrics.queue.waited(0.1)
+    metrics.queue.refused("late")
+    metrics.attempts.retry_refused()
+    metrics.answers.unserved("m")
+    metrics.answers.unauthorized()
     metrics.tenants.answered("default", 200)
     metrics.tenants.used("default", prompt=3, cached=2, output=1)
     metrics.tenants.refused("default", "requests")
     metrics.tenants.queued("default", 0.1)
-    metrics.retried("connect")
-    metrics.broke()
-    metrics.fell_back()
-    values = GaugeValues(
-        in_flight=1,
-        body_bytes=1,
-        answer_bytes=1,
-        connections=1,
-        connections_refused={"head": 1},
-        lacks={"EMFILE": 1},
-        pods_known=1,
-        pods_admitted=1,
-        engine_in_flight={"engine-1": 1},
-        engine_ejected={"engine-1": True},
-        ejections=1,
-        metrics_pauses_s={"engine-1": 1.0},
-        metrics_reads={"read": 1},
-        model_waiting={"m": 1},
-        model_engines={"m": 1},
-        discovery_synced=True,
-        discovery_sync_age_seconds=1.0,
-        discovery_errors=1,
-        discovery_relists={"start": 1},
-        registry_configured=True,
-        registry_connected=True,
-        registry_expired=False,
-        registry_pods_synced=1,
-        registry_refused=1,
-        registry_unknown=1,
-        kv_event_streams={"following": 1},
-        kv_events={"batches": 1},
+    metrics.attempts.retried("connect")
+    metrics.attempts.broke()
+    metrics.decisions.fell_back()
+    values = ScrapedValues(
+        clients=ClientValues(1, 1, 1, 1, refused={"head": 1}, lacks={"EMFILE": 1}),
+        fleet=FleetValues(
+            1, 1, 1, {"engine-1": 1}, {"engine-1": True}, {"m": 1}, {"engine-1": 1.0}, metrics_reads={"read": 1}
+        ),
+        discovery=DiscoveryValues(True, 1.0, 1, {"start": 1}),
+        registry=RegistryValues(True, True, False, 1, 1, 1),
+        waiting={"m": 1},
+        kv_events=KvEventValues({"following": 1}, {"batches": 1}),
         inference=InferenceValues(pool_valid=True, objectives=1),
     )
     return metrics.render(values).decode()
@@ -91,6 +76,7 @@ def engine_text() -> str:
     metrics = EngineMetrics("m")
     metrics.observe_finish(elapsed_s=1.0, reason="stop")
     metrics.observe_response("/v1/models", 200)
+    metrics.observe_ignored({"store"})
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
     metrics.registry.register(TierCollector(all_tiers(), "m"))

@@ -197,6 +197,6 @@ def test_the_configmaps_hold_the_files(any_helm: Helm) -> None:
         ("histogram_quantile(0.5, sum by (le) (rate(warmroute_gateway_first_byte_seconds_bucket[5m])))", []),
         ("histogram_quantile(0.5, sum by (le) (rate(warmroute_gateway_first_byte_seconds_count[5m])))", ["label le"]),
     ],
-)  # fmt: skip
+)
 def test_the_check_finds_mistakes(expr: str, wrong: list[str]) -> None:
     assert mistakes(expr, EXPORTED) == wrong

@@ -38,8 +38,12 @@ def test_flags_come_before_environment_before_file(tmp_path: Path) -> None:
     file.write_text("port: 1\npolicy: least_loaded\ndeadline-s: 3\nengines: [http://file]\nadmin: true\n")
     got = load("--config", str(file), "--port", "3", WARMROUTE_PORT="2", WARMROUTE_DEADLINE_S="4")
     assert (got.port, got.deadline_s, got.policy, got.engines, got.admin) == (
-        3, 4.0, "least_loaded", ["http://file"], True,
-    )  # fmt: skip
+        3,
+        4.0,
+        "least_loaded",
+        ["http://file"],
+        True,
+    )
     assert load(WARMROUTE_CONFIG=str(file)).policy == "least_loaded"
 
 
@@ -118,11 +122,14 @@ def test_a_text_that_nothing_can_hold_is_refused(tmp_path: Path, text: str) -> N
 @pytest.mark.parametrize(
     "url",
     [
-        "redis://redis:6379", "redis://:secret@redis/0?health_check_interval=5", "rediss://user:pass@redis:6380",
-        "unix:///run/redis.sock?db=1", "redis+sentinel://a,b:26380,[::1]:26379/main",
+        "redis://redis:6379",
+        "redis://:secret@redis/0?health_check_interval=5",
+        "rediss://user:pass@redis:6380",
+        "unix:///run/redis.sock?db=1",
+        "redis+sentinel://a,b:26380,[::1]:26379/main",
         "rediss+sentinel://user:pass@a/main/1?ssl_ca_certs=/ca.crt&sentinel_password=x",
     ],
-)  # fmt: skip
+)
 def test_a_redis_url_that_a_client_can_be_made_of(url: str) -> None:
     assert load("--redis-url", url).redis_url == url
 

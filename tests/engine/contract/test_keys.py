@@ -198,7 +198,7 @@ def test_what_is_nested_too_deeply_is_refused_by_name(fields: dict[str, Any], pa
         (Endpoint.COMPLETIONS, {"prompt": [1, "x"]}, "prompt"),
         (Endpoint.COMPLETIONS, {"prompt": [2**31]}, "prompt"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_type_is_refused_by_name(endpoint: Endpoint, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         request_head(endpoint, fields)

@@ -30,7 +30,8 @@ from engine.sched.sampling import SamplingParams
 from tests.engine.cuda.devices import CpuDevice, interpreted
 
 pytest.importorskip("pydantic", reason="the settings need it")
-from engine.startup.app import StartError, model_backend
+from engine.startup.app import model_backend
+from engine.startup.loaded import StartError
 from engine.startup.settings import EngineSettings
 
 GIB, MIB = 1 << 30, 1 << 20

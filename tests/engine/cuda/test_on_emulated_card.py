@@ -31,7 +31,9 @@ CHOSEN = {
 @pytest.mark.parametrize("schedule", CHOSEN)
 def test_nothing_goes_well_by_luck(schedule: str) -> None:
     done = gpu_pytest(
-        *("-p", "tests.emulated_card.plugin", *(f"tests/engine/cuda/{test}" for test in CHOSEN[schedule])),
+        "-p",
+        "tests.emulated_card.plugin",
+        *(f"tests/engine/cuda/{test}" for test in CHOSEN[schedule]),
         timeout_s=580,
         EMULATED_CARD=schedule,
         OMP_NUM_THREADS="1",

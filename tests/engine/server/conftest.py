@@ -18,9 +18,11 @@ from engine.backend.sim import SimBackend
 from engine.loop.metrics import EngineMetrics
 from engine.model.checkpoint import make_checkpoint
 from engine.server.service import EngineService, ServerState
-from engine.startup.app import LoadedModel, Ports, engine_tasks, listening, load
+from engine.startup.app import Ports, listening, load
 from engine.startup.constants import Constants
+from engine.startup.loaded import LoadedModel
 from engine.startup.settings import EngineSettings
+from engine.startup.tasks import engine_tasks
 
 FAST = SimProfile("fast", w0_ms=0.2, a_ms=0, c1_ms=0, c2_ms=0, c3_ms=0, c4_ms=0, kv_tokens=16_384)
 SLOW = replace(FAST, name="slow", w0_ms=20)

@@ -14,7 +14,7 @@ from engine.sched.request import FinishReason
 from engine.sched.scheduler import TokenOutput
 from engine.server.answers import CompletionAnswer, Usage, Written
 from engine.server.choices import AnswerChoice
-from engine.startup.app import LoadedModel
+from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import Engine
 
 TEXT = "the cache \U0001f680\u65e5\u672c naïve, and \u00e9 \ufffd "

@@ -17,7 +17,8 @@ from engine.sched.sampling import SamplingParams
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import GenerationJob, ModelText, prepare
 from engine.server.response_requests import prepare_response
-from engine.startup.app import LoadedModel, load
+from engine.startup.app import load
+from engine.startup.loaded import LoadedModel
 from engine.startup.settings import EngineSettings
 
 ADVISED: dict[str, st.SearchStrategy[Any]] = {

@@ -19,7 +19,8 @@ import pytest
 from engine.common.settings import ConfigError
 from engine.loop.metrics import EngineMetrics
 from engine.server.service import ServerState
-from engine.startup.app import StartError, listening, load
+from engine.startup.app import listening, load
+from engine.startup.loaded import StartError
 from engine.startup.settings import EngineSettings
 from tests.e2e.programs import Program
 
@@ -27,7 +28,7 @@ from tests.e2e.programs import Program
 @pytest.fixture
 def engine_process(checkpoint: Path) -> Iterator[Program]:
     # Every token takes at least 6 ms on this device.
-    program = Program("engine", *("--model", str(checkpoint)), *("--device", "sim"), *("--port", "0"))
+    program = Program("engine", "--model", str(checkpoint), "--device=sim", "--port=0")
     try:
         yield program
     finally:
@@ -84,7 +85,7 @@ async def test_a_second_signal_does_not_wait_for_streams(engine_process: Program
 async def test_the_port_is_open_while_the_model_loads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")  # a read of it waits for ever
     port = free_port()
-    program = Program("engine", *("--model", str(tmp_path)), *("--device", "sim"), *("--port", str(port)))
+    program = Program("engine", "--model", str(tmp_path), "--device=sim", "--port", str(port))
     try:
         async with aiohttp.ClientSession() as http, asyncio.timeout(30):
             while True:

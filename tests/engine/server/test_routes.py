@@ -17,8 +17,9 @@ from engine.loop.metrics import EngineMetrics
 from engine.loop.step_loop import MAX_FAILURES_IN_A_ROW
 from engine.sched.plan import StepPlan, StepResult
 from engine.server.service import ServerState
-from engine.startup.app import BackendStuck, listening
+from engine.startup.app import listening
 from engine.startup.settings import EngineSettings
+from engine.startup.tasks import BackendStuck
 from tests.engine.server.conftest import FAST, MODEL, SLOW, Engine, Start, wait_until
 from tests.redis_server import RedisServer
 
@@ -281,7 +282,7 @@ async def test_health_fails_when_a_step_never_ends(start: Start, stream: bool) -
 async def test_a_backend_with_a_step_that_never_ends_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.startup.app.CLOSE_S", 0.1)
+    monkeypatch.setattr("engine.startup.tasks.CLOSE_S", 0.1)
 
     async def life() -> None:
         async with start(backend=Hanging(closes=False), step_deadline_s=0.2) as engine:

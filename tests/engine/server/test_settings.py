@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from engine.common.settings import ConfigError
 from engine.common.settings_help import WIDTH, groups
-from engine.startup.app import most_running
 from engine.startup.constants import Constants
 from engine.startup.removed import REMOVED
 from engine.startup.settings import EngineSettings
+from engine.startup.tasks import most_running
 from tests.engine.server.conftest import SLOW, Start, wait_until
 from tests.engine.server.test_program import run
 

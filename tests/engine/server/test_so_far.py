@@ -14,7 +14,7 @@ from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from engine.sched.plan import SampledToken
 from engine.sched.request import Request
 from engine.server.so_far import answered_tokens
-from engine.startup.app import LoadedModel
+from engine.startup.loaded import LoadedModel
 from engine.text.tokenizer import Tokenizer
 from tests.engine.server.conftest import FAST, MODEL, Engine, Start
 from tests.engine.text.conftest import train_byte_level, train_metaspace

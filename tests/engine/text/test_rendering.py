@@ -44,8 +44,10 @@ TOOL = st.builds(
             "parameters": {"type": "object", "properties": {parameter: {"type": "string", "description": about}}},
         },
     },
-    WORD, WORD, WORD,
-)  # fmt: skip
+    WORD,
+    WORD,
+    WORD,
+)
 
 
 @st.composite

@@ -147,14 +147,21 @@ def test_whether_a_begin_is_added_is_compared_with_what_the_tokenizer_does(tmp_p
     config = {"bos_token": "<s>", "add_bos_token": says, "add_prefix_space": says}
     tokenizer = Tokenizer.from_path(written(tmp_path, train_metaspace(), {"tokenizer_config.json": config}))
     unread = {} if says else {"tokenizer_config.json": {"add_bos_token": False}}
-    assert {file: {k: v for k, v in keys.items() if k != "add_prefix_space"} for file, keys in tokenizer.unread.items()
-            if set(keys) != {"add_prefix_space"}} == unread  # fmt: skip
+    assert {
+        file: {k: v for k, v in keys.items() if k != "add_prefix_space"}
+        for file, keys in tokenizer.unread.items()
+        if set(keys) != {"add_prefix_space"}
+    } == unread
 
 
 @pytest.mark.parametrize(
-    "config", [{"added_tokens_decoder": []}, {"added_tokens_decoder": {"x": {"content": "a"}}},
-               {"added_tokens_decoder": {"1": {"content": 3}}}]
-)  # fmt: skip
+    "config",
+    [
+        {"added_tokens_decoder": []},
+        {"added_tokens_decoder": {"x": {"content": "a"}}},
+        {"added_tokens_decoder": {"1": {"content": 3}}},
+    ],
+)
 def test_a_broken_list_of_tokens_is_refused_by_name(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(TokenizerError, match="added_tokens_decoder"):
         Tokenizer.from_path(written(tmp_path, train_byte_level(), {"tokenizer_config.json": config}))

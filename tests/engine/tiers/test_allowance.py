@@ -14,9 +14,10 @@ from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
 from engine.sched.request import Request
-from engine.tiers.allowance import STEP_SHARE, Allowance
-from engine.tiers.build import emulated_store, make_tiers
+from engine.tiers.allowance import STEP_SHARE, Allowance, StepSharing
+from engine.tiers.build import make_tiers
 from engine.tiers.copies.base import Direction
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
 from engine.tiers.stores.stats import Outcome
 from tests.engine.tiers.test_tiers_stateful import SETTINGS, FixedCost, Pod, TiersMachine, make_pod
@@ -122,7 +123,7 @@ def test_made_tiers_pay_with_the_time_that_their_thread_computes(takes_s: float,
         step_tokens=20,
         clock=lambda: 0.0,
         on_end=lambda: None,
-        computed=Ticking(takes_s),
+        sharing=StepSharing(computed=Ticking(takes_s)),
     )
     tiers.begin_step(1.0)
     for number in range(3):

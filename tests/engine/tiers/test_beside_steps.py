@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from engine.backend import host_tier
 from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan, StepResult
-from engine.tiers import build
 from engine.tiers.copies.base import BlockRun, Direction, Moved, RunningJob
 from engine.tiers.copies.copier import CopyLimits
+from engine.tiers.stores import opening
 from engine.tiers.stores.place import Place
 from engine.tiers.stores.threads import ThreadedCopies
 from tests.conftest import wait_until
@@ -99,7 +100,9 @@ async def small_pieces(
 
     monkeypatch.setattr(ThreadedCopies, "tell", told)
     block_bytes = 2 * 2 * BLOCK * 16 * 4  # layers, keys and values, tokens, numbers of one head in float32
-    monkeypatch.setattr(build, "LIMITS", CopyLimits(PIECE_BLOCKS * block_bytes, PIECE_BLOCKS * block_bytes, 2**28))
+    limits = CopyLimits(PIECE_BLOCKS * block_bytes, PIECE_BLOCKS * block_bytes, 2**28)
+    for module in (host_tier, opening):
+        monkeypatch.setattr(module, "LIMITS", limits)
     async with engine(checkpoint, host_cache_bytes=2**24, **fields) as pod:
         tiers: Any = pod.scheduler._tiers
         assert tiers.sizes()[0].block_bytes == block_bytes

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backend.host_tier import cpu_host_store
 from engine.backend.torch_backend import TorchBackend
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.load import StepCost
-from engine.tiers.build import Store, close_stores, disk_store, host_store, make_tiers, shared_store
+from engine.tiers.build import close_stores, make_tiers
+from engine.tiers.stores.opening import disk_store, shared_store
 from engine.tiers.stores.place import Place
+from engine.tiers.stores.store import Store
 from engine.tiers.tiers import Tiers
 from tests.engine.backend.exact_serving import BLOCK_SIZE, empty, serve
 from tests.engine.backend.test_exact import beside, loaded, near_and_far, request, with_near_logits
@@ -59,7 +62,7 @@ class Copies:
 
 def stores_below(backend: TorchBackend, folder: Path) -> Sequence[Store]:
     """Return every kind of tier, from the pool downwards."""
-    host = host_store(backend.pool, 2**20)
+    host = cpu_host_store(backend.pool, 2**20)
     disk = disk_store(host, folder / "disk", 2**20, block_size=BLOCK_SIZE, fingerprint=FINGERPRINT)
     shared = shared_store(disk, host, folder / "shared", 2**20, block_size=BLOCK_SIZE, fingerprint=FINGERPRINT)
     return host, disk, shared

@@ -18,10 +18,11 @@ from engine.model.checkpoint import make_checkpoint
 from engine.sched.plan import StepPlan
 from engine.sched.scheduler import Scheduler
 from engine.server.service import ServerState
-from engine.startup.app import engine_tasks, listening, load
+from engine.startup.app import listening, load
 from engine.startup.settings import EngineSettings
-from engine.tiers.build import TierError
+from engine.startup.tasks import engine_tasks
 from engine.tiers.stores.block_file import HEAD_BYTES, LABEL_BYTES
+from engine.tiers.stores.store import TierError
 from tests.conftest import wait_until
 
 POOL_TOKENS, BLOCK = 512, 16

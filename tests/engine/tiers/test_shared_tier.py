@@ -13,8 +13,8 @@ from engine.model.checkpoint import make_checkpoint
 from engine.startup.app import load
 from engine.startup.settings import EngineSettings
 from engine.tiers import search
-from engine.tiers.build import TierError
 from engine.tiers.stores.shared_folder import HEAD_BYTES
+from engine.tiers.stores.store import TierError
 from tests.conftest import wait_until
 from tests.engine.tiers.test_host_tier import BLOCK, POOL_TOKENS, PROMPT_TOKENS, Engine, engine
 

@@ -49,9 +49,13 @@ def test_a_reader_of_the_output_may_leave_early(log: Path, tmp_path: Path, form:
     reads, writes = os.pipe()
     os.close(reads)
     ended = subprocess.run(
-        [sys.executable, "-m", "loadgen", *flags], stdout=writes, stderr=subprocess.PIPE, text=True, timeout=60,
+        [sys.executable, "-m", "loadgen", *flags],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     os.close(writes)
     assert ended.returncode == 0
     assert "roken" not in ended.stderr

@@ -188,9 +188,14 @@ def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path) -> Non
     path = tmp_path / "custom.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
     flags = [
-        "--policies=round_robin,predicted_ttft", "--workload=custom", f"--dataset-path={path}", "--reuse-prompts=3",
-        "--sessions=4", "--session-rate=200", "--formats=json",
-    ]  # fmt: skip
+        "--policies=round_robin,predicted_ttft",
+        "--workload=custom",
+        f"--dataset-path={path}",
+        "--reuse-prompts=3",
+        "--sessions=4",
+        "--session-rate=200",
+        "--formats=json",
+    ]
     with in_thread(ArmGateway()) as gateway:
         run([f"--url={gateway.url}", *flags, "--rounds=2", f"--out={tmp_path / 'out'}"])
     result = read_result(tmp_path / "out" / "result.json")

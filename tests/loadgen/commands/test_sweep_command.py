@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from loadgen.commands import sweep
 from loadgen.commands.argv import joined
-from loadgen.commands.one_arm import sessions_of, sessions_of_step
 from loadgen.commands.server_settings import LISTS
 from loadgen.commands.sweep import SweepSettings, plan
+from loadgen.single.arm import sessions_of, sessions_of_step
 from loadgen.workloads.base import Session, Turn
 from tests.loadgen.commands.servers import LimitedGateway
 from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread

@@ -112,9 +112,15 @@ def test_what_is_allowed_leaves_the_intervals_their_coverage() -> None:
 def test_the_reason_names_both_arms_and_the_remedy() -> None:
     rounds = rounds_of({BASE: 1.0, "arm": 0.5}, noise=0.02)
     late = [
-        one.model_copy(update={"summary": one.summary.model_copy(update={"lag": one.summary.lag.model_copy(
-            update={"mean_ms": 60.0})})}) if one.name == "arm" else one for one in arms_in(rounds)
-    ]  # fmt: skip
+        one.model_copy(
+            update={
+                "summary": one.summary.model_copy(update={"lag": one.summary.lag.model_copy(update={"mean_ms": 60.0})})
+            }
+        )
+        if one.name == "arm"
+        else one
+        for one in arms_in(rounds)
+    ]
     found = found_in(rounds)
     first, *rest = verdict(judged(late, found, BASE), found, BASE)
     assert first.startswith("INVALID: in arm the load generator was late by 60.0 ms on average, 0.0 ms in round_robin:")

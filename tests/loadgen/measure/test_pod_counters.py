@@ -64,8 +64,8 @@ def test_the_engine_of_this_project_is_read() -> None:
     from engine.loop.metrics import EngineMetrics
 
     metrics = EngineMetrics("m")
-    metrics.queries.inc(50)
-    metrics.hits.inc(20)
+    metrics.cache.queries.inc(50)
+    metrics.cache.hits.inc(20)
     assert parse_counters(metrics.exposition().decode()) == PodCount(50, 20)
 
 

@@ -82,9 +82,16 @@ def test_what_goes_on_from_an_answer_finds_the_answer_as_well() -> None:
     ) -> RequestRecord:
         keys = prefix_keys(prompt, 7)
         return request(
-            session, turn=number, after=after, intended_s=float(number), prompt_bytes=len(prompt), prefix_keys=keys,
-            prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, output_tokens=41,
-        )  # fmt: skip
+            session,
+            turn=number,
+            after=after,
+            intended_s=float(number),
+            prompt_bytes=len(prompt),
+            prefix_keys=keys,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=41,
+        )
 
     first = turn(0, 0, -1, b"q" * 400, 100, 0)
     second = turn(0, 1, 0, b"q" * 400 + b"a" * 164 + b"r" * 36, 150, 140)

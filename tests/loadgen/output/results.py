@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -56,6 +56,9 @@ def distribution(values: Sequence[float] | np.ndarray[Any, Any], cdf: bool = Tru
     )
 
 
+FAILURE_DETAILS = {"timeout": "no answer within <60 s>", "http 429": "queue full & busy"}
+
+
 def summary(
     name: str = "a",
     *,
@@ -80,30 +83,17 @@ def summary(
     e2e = ttft + tpot * 63
     good = int(((ttft <= OBJECTIVES["ttft"]) & (tpot <= OBJECTIVES["tpot"])).sum())
     prompt, output = done * 2000, done * 64
-    weights = np.array([1 + skew * ((i * 7) % pods) for i in range(pods)])
-    weights /= weights.sum()
+    weights = _weights(pods, skew)
     in_flight = 16 * slow * weights
     names = [f"warmroute-engine-7c9d8b-{i:02}" for i in range(pods)]
-    shares = {
-        pod: PodShare(
-            requests=round(done * w),
-            prompt_tokens=round(prompt * w),
-            cached_tokens=round(prompt * w * hit),
-            output_tokens=round(output * w),
-            mean_in_flight=float(load),
-            max_in_flight=int(load * 2.5) + 1,
-            counted_prompt_tokens=round(prompt * w),
-            counted_cached_tokens=round(prompt * w * hit),
-        )
-        for pod, w, load in zip(names, weights, in_flight, strict=True)
-    }
+    shares = _pod_shares(dict(zip(names, zip(weights, in_flight, strict=True), strict=True)), done, prompt, output, hit)
     return Summary(
         planned=requests,
         completed=done,
         failed=failed,
         not_sent=0,
         failures={"timeout": failed - failed // 3, "http 429": failed // 3} if failed else {},
-        failure_details={"timeout": "no answer within <60 s>", "http 429": "queue full & busy"} if failed else {},
+        failure_details=FAILURE_DETAILS if failed else {},
         duration_s=duration_s,
         request_throughput=done / duration_s,
         output_throughput=output / duration_s,
@@ -124,20 +114,52 @@ def summary(
         request_imbalance=float(weights.max() * pods),
         jain_index=float(in_flight.sum() ** 2 / (pods * (in_flight**2).sum())),
         pods=shares,
-        reuse=Reuse(
-            cached_token_rate=hit if done else None,
-            counted_rate=hit + 0.004 if done else None,
-            counters_agree=True if done else None,
-            attainable_rate=0.83,
-            achieved_share=hit / 0.83 if done else None,
-            duplicate_prompts=3,
-            duplicated_prefill_tokens=round(prompt * (0.83 - hit) * 0.8) if hit < 0.83 else 0,
-        ),
-        goodput=Goodput(objectives_ms=OBJECTIVES, share=good / requests, request_goodput=good / duration_s)
-        if goodput
-        else None,
+        reuse=_reuse(hit, prompt, is_known=done > 0),
+        goodput=_goodput(good, requests, duration_s) if goodput else None,
         validity=_validity(lag, ttft),
         series=_series(random, names, in_flight, hit, duration_s, requests) if detail and done else None,
+    )
+
+
+def _goodput(good: int, requests: int, duration_s: float) -> Goodput:
+    return Goodput(objectives_ms=OBJECTIVES, share=good / requests, request_goodput=good / duration_s)
+
+
+def _weights(pods: int, skew: float) -> np.ndarray:
+    """Return each pod's share of the requests."""
+    weights = np.array([1 + skew * ((i * 7) % pods) for i in range(pods)])
+    weights /= weights.sum()
+    return weights
+
+
+def _pod_shares(
+    pods: Mapping[str, tuple[float, float]], done: int, prompt: int, output: int, hit: float
+) -> dict[str, PodShare]:
+    """`pods`: each pod's share of the requests, and its mean of requests in flight."""
+    return {
+        pod: PodShare(
+            requests=round(done * share),
+            prompt_tokens=round(prompt * share),
+            cached_tokens=round(prompt * share * hit),
+            output_tokens=round(output * share),
+            mean_in_flight=float(load),
+            max_in_flight=int(load * 2.5) + 1,
+            counted_prompt_tokens=round(prompt * share),
+            counted_cached_tokens=round(prompt * share * hit),
+        )
+        for pod, (share, load) in pods.items()
+    }
+
+
+def _reuse(hit: float, prompt: int, *, is_known: bool) -> Reuse:
+    return Reuse(
+        cached_token_rate=hit if is_known else None,
+        counted_rate=hit + 0.004 if is_known else None,
+        counters_agree=True if is_known else None,
+        attainable_rate=0.83,
+        achieved_share=hit / 0.83 if is_known else None,
+        duplicate_prompts=3,
+        duplicated_prefill_tokens=round(prompt * (0.83 - hit) * 0.8) if hit < 0.83 else 0,
     )
 
 
@@ -255,8 +277,14 @@ def result(command: str = "compare", **changes: object) -> Result:
         "model": "meta-llama/Llama-3.1-8B-Instruct",
         "seed": 7,
         "configuration": {
-            "url": "http://gateway.example:8080", "workload": "shared_prefix", "session_rate": 2.5, "burstiness": 1.0,
-            "policies": list(ARMS), "max_time_s": None, "ignore_eos": True, "api_key": "(set)",
+            "url": "http://gateway.example:8080",
+            "workload": "shared_prefix",
+            "session_rate": 2.5,
+            "burstiness": 1.0,
+            "policies": list(ARMS),
+            "max_time_s": None,
+            "ignore_eos": True,
+            "api_key": "(set)",
         },
         "workload": {"name": "shared system prompt", "tenants": "8", "prompt": "about 2,000 tokens, 64 out"},
         "facts": {"machine": "16 cores", "servers": "4 pods"},
@@ -265,7 +293,7 @@ def result(command: str = "compare", **changes: object) -> Result:
             "ttft": "time to first token: from the intended send time to the first chunk of a token",
             "jain_index": "(sum x)^2 / (n sum x^2) over the pods' mean requests in flight",
         },
-    }  # fmt: skip
+    }
     return Result.model_validate(fields | changes)
 
 
@@ -325,11 +353,14 @@ def with_failures() -> Result:
         arm("late", 0.9, 0.4, lag_ms=120.0),
     )
     return result(
-        "compare", baseline="round_robin",
+        "compare",
+        baseline="round_robin",
         order=("round_robin", "cache_aware", "late", "late", "cache_aware", "round_robin"),
-        arms=arms, contrasts=contrasts(arms, intervals=False), verdict=("No arm can be judged.",),
+        arms=arms,
+        contrasts=contrasts(arms, intervals=False),
+        verdict=("No arm can be judged.",),
         cautions=("cache_aware failed 37 of 400 requests.", "late: the load generator was late."),
-    )  # fmt: skip
+    )
 
 
 def nothing_completed() -> Result:

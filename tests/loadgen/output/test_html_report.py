@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.output import theme
 from loadgen.output.columns import shown_columns
 from loadgen.output.html import render_html
 from loadgen.output.plots.catalog import plots_of
-from loadgen.output.units import interval, metric_label, ratio
+from loadgen.output.style import theme
+from loadgen.output.style.units import interval, metric_label, ratio
 from loadgen.result.model import Arm
 from tests.loadgen.output import results
 from tests.loadgen.output.documents import Document
@@ -119,11 +119,9 @@ names = st.text(min_size=1, max_size=40)
 def test_any_name_and_any_text_is_shown_as_text(found: list[str], words: str) -> None:
     summaries = [results.summary(pods=2, failed=9, requests=60) for _ in found]
     arms = tuple(
-        Arm(
-            name=name, url=words, summary=s.model_copy(update={"failure_details": {"timeout": words}}), policy=words
-        )
+        Arm(name=name, url=words, summary=s.model_copy(update={"failure_details": {"timeout": words}}), policy=words)
         for name, s in zip(found, summaries, strict=True)
-    )  # fmt: skip
+    )
     page = render_html(
         results.result(arms=arms, baseline=found[0], verdict=(words,), model=words, facts={words: words})
     )

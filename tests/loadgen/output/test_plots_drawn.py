@@ -57,8 +57,12 @@ def test_png_is_an_image_with_room_for_title_and_legend() -> None:
 def test_nothing_is_cut_off_at_the_edge_of_an_image(name: str) -> None:
     for plot in plots_of(results.named(name)):
         image = Image.open(io.BytesIO(draw_png(plot))).convert("L")
-        edges = [(0, 0, 1, image.height), (image.width - 1, 0, image.width, image.height), (0, 0, image.width, 1),
-                 (0, image.height - 1, image.width, image.height)]  # fmt: skip
+        edges = [
+            (0, 0, 1, image.height),
+            (image.width - 1, 0, image.width, image.height),
+            (0, 0, image.width, 1),
+            (0, image.height - 1, image.width, image.height),
+        ]
         assert [image.crop(edge).getextrema() for edge in edges] == [(255, 255)] * 4, plot.slug
 
 

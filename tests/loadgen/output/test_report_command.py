@@ -86,9 +86,13 @@ sys.exit(report(read_result(Path(sys.argv[1])), OutputSettings(out=sys.argv[2], 
     reads, writes = os.pipe()
     os.close(reads)
     ended = subprocess.run(
-        [sys.executable, "-c", program, source, tmp_path / "out"], stdout=writes, stderr=subprocess.PIPE, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program, source, tmp_path / "out"],
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     os.close(writes)
     if is_writable:
         assert (ended.returncode, ended.stderr) == (0, "")

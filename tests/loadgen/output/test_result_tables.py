@@ -19,8 +19,7 @@ from loadgen.output.columns import COLUMNS, by_metric, measures
 from loadgen.output.html import render_html
 from loadgen.output.markdown import escaped, render_markdown
 from loadgen.output.spreadsheet import LEADING, render_csv
-from loadgen.output.terminal import fitting_tables, print_result
-from loadgen.output.units import (
+from loadgen.output.style.units import (
     axis_time,
     clipped,
     duration,
@@ -31,6 +30,7 @@ from loadgen.output.units import (
     number,
     percent,
 )
+from loadgen.output.terminal import fitting_tables, print_result
 from loadgen.result.model import Arm, Interval, Result
 from tests.loadgen.output import results
 

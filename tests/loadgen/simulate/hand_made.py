@@ -12,8 +12,8 @@ from loadgen.measure.records import RequestRecord
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.faults import Fault
 from loadgen.simulate.fleet import FleetSpec, Simulation
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Offered, Router, Scrape
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Offered, Router, Scrape
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn, Workload
 
 TRACE = ArrivalSpec(ArrivalKind.TRACE)

@@ -11,8 +11,8 @@ from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.arms import make_router
 from loadgen.simulate.fleet import FleetSpec, Simulation
-from loadgen.simulate.noise import StepNoise
-from loadgen.simulate.pod import PodSpec
+from loadgen.simulate.pods.noise import StepNoise
+from loadgen.simulate.pods.pod import PodSpec
 from loadgen.workloads.chat import Chat
 
 PREFIXES, PREFIX_TOKENS, BLOCK = 24, 1490, 32

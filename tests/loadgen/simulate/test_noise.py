@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from loadgen.simulate.noise import StepNoise
+from loadgen.simulate.pods.noise import StepNoise
 
 
 def test_factors_are_those_of_the_seed_the_pod_and_the_time() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from loadgen.simulate import peer_stream
 from loadgen.simulate.gateway import Gateway
 from loadgen.simulate.peer_stream import PeerStream
-from loadgen.simulate.routing import Scrape
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.routing import Scrape
+from loadgen.simulate.pods.timeline import Timeline
 from router.peer_sync.messages import Life, PeerMessage
 from router.peer_sync.pace import Pace, ReadPace
 

@@ -22,8 +22,8 @@ from engine.loop.step_loop import EngineLoop
 from engine.sched.plan import SequenceChunk, StepPlan
 from engine.sched.request import KeySpan, Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
-from loadgen.simulate.pod import PodSpec, Report, SimPod
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.pod import PodSpec, Report, SimPod
+from loadgen.simulate.pods.timeline import Timeline
 
 PROFILE = PROFILES["h100-8b"]
 SPEC = PodSpec("pod", PROFILE, kv_tokens=8000, max_step_tokens=512, max_running=5)

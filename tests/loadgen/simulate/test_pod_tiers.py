@@ -11,7 +11,7 @@ from engine.tiers.stores.stats import LookupEnd
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.fleet import FleetSpec, Simulation
-from loadgen.simulate.pod_tiers import TierSpec
+from loadgen.simulate.pods.tiers import TierSpec
 from loadgen.workloads.base import Piece
 from tests.loadgen.simulate.hand_made import TRACE, Listed, Told, one
 

@@ -11,7 +11,7 @@ from engine.sched.config import SchedulerConfig
 from engine.sched.output import TokenOutput
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
-from loadgen.simulate.runs import RunScheduler
+from loadgen.simulate.pods.runs import RunScheduler
 
 Spec = tuple[int, int, int]
 """Steps before the arrival, prompt tokens, answer tokens."""

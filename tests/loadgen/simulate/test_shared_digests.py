@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import loadgen.simulate.digests as digests
+import loadgen.simulate.pods.digests as digests
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.prefix_key import PrefixKey
 from engine.sched.request import KeySpan
 from loadgen.simulate.build import emulated_pods
-from loadgen.simulate.digests import SharedDigests, SharingCache
 from loadgen.simulate.fleet import FleetSpec
+from loadgen.simulate.pods.digests import SharedDigests, SharingCache
 from loadgen.simulate.prompts import SharedSpans
 from loadgen.simulate.scenario import Scenario, play
 from tests.loadgen.simulate.hand_made import TRACE, steady

@@ -29,10 +29,21 @@ def simulate(folder: Path, *flags: str) -> Result:
 
 def test_arms_are_compared_on_the_same_requests(tmp_path: Path) -> None:
     result = simulate(
-        tmp_path, *SMALL, "--arms", "power_of_two", "round_robin", "predicted_ttft", "--seeds", "3,4",
-        "--die", "pod-1@1", "--join", "pod-9@0.5", "--slow", "pod-2@1=0.5", "--gateways", "2",
-        "--sessions", "100", "--request-rate", "50",  # enough load to make a cold pod that joins worth using
-    )  # fmt: skip
+        tmp_path,
+        *SMALL,
+        "--arms",
+        "power_of_two",
+        "round_robin",
+        "predicted_ttft",
+        "--seeds=3,4",
+        "--die=pod-1@1",
+        "--join=pod-9@0.5",
+        "--slow=pod-2@1=0.5",
+        "--gateways=2",
+        "--sessions=100",
+        "--request-rate",
+        "50",  # enough load to make a cold pod that joins worth using
+    )
     assert [arm.name for arm in result.arms] == ["power_of_two", "round_robin", "predicted_ttft"]
     assert result.baseline == "round_robin"
     assert result.order == (*(arm.name for arm in result.arms),) * 2
@@ -70,9 +81,16 @@ def test_records_that_cannot_be_kept_end_it_in_one_line(
 
 def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
     result = simulate(
-        tmp_path, "--sweep", "rate", "--rates", "4,60,900", "--pods", "1", "--arms", "least_loaded", "--sessions", "40",
-        "--point-s", "1", "--workload", "diverse", "--formats", "json",
-    )  # fmt: skip
+        tmp_path,
+        "--sweep=rate",
+        "--rates=4,60,900",
+        "--pods=1",
+        "--arms=least_loaded",
+        "--sessions=40",
+        "--point-s=1",
+        "--workload=diverse",
+        "--formats=json",
+    )
     assert [point.rate for point in result.sweep] == sorted(point.rate or 0 for point in result.sweep)
     assert [point.saturated for point in result.sweep][-1]
     assert not result.sweep[0].saturated
@@ -83,10 +101,19 @@ def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
 def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
     """Answers take 3 s and sweep steps 2 s. So each request finds more running requests than the last, but no queue."""
     result = simulate(
-        tmp_path, "--sweep", "rate", "--rates", "2,16", "--pods", "1", "--arms", "least_loaded", "--sessions", "20",
-        "--point-s", "2", "--workload", "random", "--random-input-len", "64", "--random-output-len", "500",
-        "--random-range-ratio", "0", "--formats", "json",
-    )  # fmt: skip
+        tmp_path,
+        "--sweep=rate",
+        "--rates=2,16",
+        "--pods=1",
+        "--arms=least_loaded",
+        "--sessions=20",
+        "--point-s=2",
+        "--workload=random",
+        "--random-input-len=64",
+        "--random-output-len=500",
+        "--random-range-ratio=0",
+        "--formats=json",
+    )
     assert [(point.rate, point.saturated) for point in result.sweep] == [(2.0, False), (16.0, False)]
     assert result.verdict[0] == "least_loaded keeps up with 16 requests/s, the highest rate that was tried."
     assert result.sweep[1].summary.completed > 16 * 30
@@ -95,9 +122,15 @@ def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
 def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path) -> None:
     """With 40 sessions at 20 requests/s, all sessions have come within two seconds, before any queue shows."""
     flags = (
-        "--sweep", "rate", "--pods", "1", "--arms", "least_loaded", "--point-s", "5", "--workload", "gsp",
-        "--gsp-num-groups", "4", "--gsp-prompts-per-group", "10", "--formats", "json",
-    )  # fmt: skip
+        "--sweep=rate",
+        "--pods=1",
+        "--arms=least_loaded",
+        "--point-s=5",
+        "--workload=gsp",
+        "--gsp-num-groups=4",
+        "--gsp-prompts-per-group=10",
+        "--formats=json",
+    )
     result = simulate(tmp_path / "free", *flags, "--start-rate", "2")
     rates = [point.rate or 0.0 for point in result.sweep]
     assert rates[0] == 2.0

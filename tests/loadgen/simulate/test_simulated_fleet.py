@@ -19,9 +19,9 @@ from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.gateway import MAX_ATTEMPTS
 from loadgen.simulate.omniscient import ExactPod, Omniscient
-from loadgen.simulate.pod import PodSpec, SimPod
+from loadgen.simulate.pods.pod import PodSpec, SimPod
+from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.scenario import Scenario, play
-from loadgen.simulate.timeline import Timeline
 from loadgen.workloads.base import Piece, Session
 from loadgen.workloads.chat import Chat
 from tests.loadgen.simulate.hand_made import TRACE, Listed, Told, fleet, one, run, steady, turn

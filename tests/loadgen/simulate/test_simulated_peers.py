@@ -16,8 +16,8 @@ from loadgen.simulate.peers.hashing import KubeAi, PowerOfTwo
 from loadgen.simulate.peers.llmd import LlmDApproximate, LlmDPrecise
 from loadgen.simulate.peers.preble import PrebleE2
 from loadgen.simulate.peers.sglang import SglangCacheAware, SmgLeastLoad
-from loadgen.simulate.pod import Report
-from loadgen.simulate.routing import Scrape
+from loadgen.simulate.pods.pod import Report
+from loadgen.simulate.pods.routing import Scrape
 from tests.loadgen.simulate.hand_made import offered
 
 A, B, C = "pod-a", "pod-b", "pod-c"

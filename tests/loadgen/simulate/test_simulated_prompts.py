@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from loadgen.load.arrivals import ArrivalKind, ArrivalSpec
 from loadgen.measure.records import RequestRecord
 from loadgen.simulate.fleet import Simulation
+from loadgen.simulate.pods.routing import Offered
 from loadgen.simulate.prompts import PromptMaker
-from loadgen.simulate.routing import Offered
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from tests.loadgen.simulate.hand_made import Listed, Told, fleet, turn
 

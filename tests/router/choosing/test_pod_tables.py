@@ -73,7 +73,15 @@ class World:
     def inbound(self, number: int) -> Inbound:
         keys = (*(PrefixKey(number % 3 * 100 + i + 1) for i in range(6)), PrefixKey(10_000 + number))
         return Inbound(
-            *(Endpoint.COMPLETIONS, "m", True, POLICY, keys, 2000, 500, 64.0, 100),
+            Endpoint.COMPLETIONS,
+            "m",
+            True,
+            POLICY,
+            keys,
+            2000,
+            500,
+            64.0,
+            100,
             teaches_tokens=True,
             body=b"",
         )

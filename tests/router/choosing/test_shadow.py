@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common.settings import ConfigError
@@ -30,6 +31,7 @@ from router.routing.policies import POLICY_NAMES, make_policy
 from router.settings.gateway import GatewaySettings
 from router.startup import handlers as gateway_app
 from router.telemetry.metrics import Metrics
+from router.telemetry.shadows import ShadowMetrics
 from router.views.table import CandidatePods, Policy
 from router.views.types import PodId, RequestInfo
 from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, running
@@ -56,16 +58,16 @@ class Fleet:
         return self.pods_
 
 
-class Recorded(Metrics):
+class Recorded(ShadowMetrics):
     """Records the counts of shadow policies, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(CollectorRegistry())
         self.compared: list[dict[str, Any]] = []
 
-    def shadowed(self, policy: str, shadow: str, **counted: Any) -> None:
+    def chose(self, policy: str, shadow: str, **counted: Any) -> None:
         self.compared.append({"policy": policy, "shadow": shadow, **counted})
-        super().shadowed(policy, shadow, **counted)
+        super().chose(policy, shadow, **counted)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class World:
 
     def __init__(self, shadows: Sequence[str]) -> None:
         self.now_s = 0.0
-        self.metrics, self.index, self.registry, self.estimates = Recorded(), PrefixIndex(), Registry(), Estimates()
+        self.metrics, self.index, self.registry, self.estimates = Metrics(), PrefixIndex(), Registry(), Estimates()
+        self.metrics.shadows = self.recorded = Recorded()
         self.fleet = Fleet()
         self.chooser = Chooser(
             self.fleet,
@@ -210,7 +213,7 @@ def test_a_policy_in_the_shadow_of_itself_always_agrees(name: str, data: st.Data
     world = World((name,))
     for number, step in enumerate(played):
         world.take(step, number)
-    assert [compared["is_same"] for compared in world.metrics.compared] == [True] * len(played)
+    assert [compared["is_same"] for compared in world.recorded.compared] == [True] * len(played)
 
 
 @FEW
@@ -219,7 +222,7 @@ def test_every_first_decision_is_compared_on_one_scale(played: list[Step], shado
     world = World(shadows)
     for number, step in enumerate(played):
         world.take(step, number)
-    compared = world.metrics.compared
+    compared = world.recorded.compared
     assert [c["shadow"] for c in compared] == shadows * len(played)
     for step, c in zip([step for step in played for _ in shadows], compared, strict=True):
         assert c["prompt_tokens"] == inbound(step).prompt_tokens
@@ -235,7 +238,7 @@ def test_the_estimate_is_the_one_that_predicted_ttft_acts_by(played: list[Step])
     world = World(("round_robin",))
     for number, step in enumerate(played):
         decision = world.take(step, number).decision
-        compared = world.metrics.compared[-1]
+        compared = world.recorded.compared[-1]
         assert compared["cached_tokens"][0] == decision.predicted_cached_tokens
         assert compared["ttft_s"][0] == decision.predicted_ttft_s or decision.policy == "bounded_hash"
 

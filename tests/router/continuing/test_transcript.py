@@ -117,10 +117,12 @@ def test_it_takes_no_more_memory_than_it_reserves(word: str) -> None:
         ([b'data: {"choices": [{"index": 1, "delta": {"content": "x"}}]}\n\n'], "several choices"),
         ([b'data: {"choices": [{"index": 0, "delta": {"content": 7}}]}\n\n'], "an event that is not one of the API"),
         ([b"data: 7\n\n"], "an event that is not one of the API"),
-        ([b'data: {"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": {"content": [1]}}]}\n\n'],
-         "log-probabilities"),
+        (
+            [b'data: {"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": {"content": [1]}}]}\n\n'],
+            "log-probabilities",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_another_engine_could_not_go_on_from(events: list[bytes], what: str) -> None:
     transcript = transcript_of(Endpoint.CHAT, *events)
     assert obstacle(Endpoint.CHAT, {"messages": []}, transcript) == what
@@ -139,13 +141,31 @@ def test_no_event_of_an_engine_raises(datas: list[bytes]) -> None:
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**40) | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(["choices", "usage", "delta", "role", "content", "index", "finish_reason", "prompt_tokens",
-                         "completion_tokens", "prompt_tokens_details", "cached_tokens", "logprobs", "text"]),
-        inner, max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "choices",
+                    "usage",
+                    "delta",
+                    "role",
+                    "content",
+                    "index",
+                    "finish_reason",
+                    "prompt_tokens",
+                    "completion_tokens",
+                    "prompt_tokens_details",
+                    "cached_tokens",
+                    "logprobs",
+                    "text",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
     ),
-)  # fmt: skip
+)
 
 
 @given(

@@ -56,19 +56,15 @@ WAITS = ("connect_timeout_s", "probe_timeout_s", "body_timeout_s")
 async def _gateway(engine_port: int, *flags: str) -> AsyncIterator[tuple[int, int, int]]:
     """Yield the gateway's process id, its port, and the port of its metrics."""
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "tests.router.rig.gateway_program",
-            json.dumps({"body_min_rate": 0, **dict.fromkeys(WAITS, 900.0)}),
-            "--port",
-            "0",
-            "--metrics-port",
-            "0",
-            "--engines",
-            f"http://127.0.0.1:{engine_port}",
-            *flags,
-        ),
+        sys.executable,
+        "-m",
+        "tests.router.rig.gateway_program",
+        json.dumps({"body_min_rate": 0, **dict.fromkeys(WAITS, 900.0)}),
+        "--port=0",
+        "--metrics-port=0",
+        "--engines",
+        f"http://127.0.0.1:{engine_port}",
+        *flags,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None

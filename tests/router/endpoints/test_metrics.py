@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from router.telemetry.answers import TTFB_BUCKETS_S
 from router.telemetry.collectors import Distribution, Tally
-from router.telemetry.metrics import TTFB_BUCKETS_S
 
 LABELS = st.sampled_from(["round_robin", "predicted_ttft", 'odd "name"\n'])
 

@@ -17,7 +17,8 @@ from router.forwarding.exchange import Arrival, Exchange
 from router.operators.decision_log import KEPT, PER_S, SCORES_S_PER_S, SHOWN_SCORES, DecisionLog
 from router.operators.history import POINTS, WINDOW, History
 from router.operators.hot_prefixes import KEYS_PER_S, MOST_KEYS, WINDOW_S, HotPrefixes
-from router.telemetry.metrics import TTFB_BUCKETS_S, Metrics
+from router.telemetry.answers import TTFB_BUCKETS_S
+from router.telemetry.metrics import Metrics
 from router.telemetry.totals import Totals
 from router.views.types import PodScore
 from tests.router.choosing.test_shadow import Step, World, steps
@@ -187,8 +188,8 @@ def test_rates_and_shares_are_those_of_the_last_seconds(seconds: list[tuple[int,
     for second, (good, bad, prompt, cached) in enumerate(seconds):
         for status, times in ((200, good), (502, bad)):
             for _ in range(times):
-                metrics.answered("p", "a", status)
-        metrics.cached("p", prompt_tokens=prompt, cached_tokens=min(prompt, cached), predicted_tokens=prompt)
+                metrics.answers.answered("p", "a", status)
+        metrics.decisions.cached("p", prompt_tokens=prompt, cached_tokens=min(prompt, cached), predicted_tokens=prompt)
         history.add(metrics.totals(), float(second), in_flight=1, waiting=2)
     last, window = history.points[-1], seconds[-WINDOW:] if len(seconds) > WINDOW else seconds[1:]
     assert last.answers_per_s == pytest.approx(sum(good + bad for good, bad, _, _ in window) / len(window))
@@ -203,10 +204,10 @@ def test_rates_and_shares_are_those_of_the_last_seconds(seconds: list[tuple[int,
 @given(values=st.lists(st.floats(0, 200), min_size=1, max_size=50), quantile=st.floats(0.01, 1.0))
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], quantile: float) -> None:
     metrics = Metrics()
-    metrics.first_byte("p", 0.3)
+    metrics.answers.first_byte("p", 0.3)
     since = metrics.totals()
     for value in values:
-        metrics.first_byte("p", value)
+        metrics.answers.first_byte("p", value)
     found = metrics.totals().first_byte_s(since, quantile)
     exact = sorted(values)[max(0, -int(-quantile * len(values) // 1) - 1)]
     bucket = bisect_left(TTFB_BUCKETS_S, exact)

@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from router.choosing.peer_setup import PeerSync
-from router.startup.parts import FLEET, INDEX, PEER_SYNC, SENT_REPORTS, STATUS
+from router.startup.parts import FLEET, INDEX, PEER_SYNC, READINESS, SENT_REPORTS
 from router.views.types import PodId
 from tests.redis_server import RedisServer
 from tests.router.rig.helpers import Gateway, ScriptedEngine, eventually, running, stalls_after
@@ -141,7 +141,7 @@ async def test_a_new_gateway_knows_what_the_others_know_before_it_is_ready(redis
         assert all(known.values())
         await eventually(lambda: not sharing(first).status().waiting)
         async with gateways(redis_server, 1, *engines) as (second,):
-            await eventually(lambda: second.app[STATUS].is_warm)
+            await eventually(lambda: second.app[READINESS].is_warm)
             assert assumed(second) == known
 
 
@@ -156,7 +156,7 @@ async def test_assumptions_outlive_all_gateways(redis_server: RedisServer) -> No
     for engine in engines:
         engine.stays = False
     async with gateways(redis_server, 1, *engines) as (second,):
-        await eventually(lambda: second.app[STATUS].is_warm)
+        await eventually(lambda: second.app[READINESS].is_warm)
         assert assumed(second) == known
 
 

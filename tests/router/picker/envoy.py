@@ -52,35 +52,8 @@ def config(
 
     `mode`: how bodies are sent. `answers`: another mode for bodies of answers. `subset`: the only endpoints allowed.
     """
-    bodies = answers or mode
-    filters: list[dict[str, Any]] = []
-    if subset is not None:
-        hint = {"x-gateway-destination-endpoint-subset": list(subset)}
-        set_metadata = {
-            "@type": f"{API}.filters.http.set_metadata.v3.Config",
-            "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": hint}],
-        }
-        filters.append({"name": "subset", "typed_config": set_metadata})
-    has_trailers = "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP"
-    ext_proc = {
-        "@type": f"{API}.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
-        "failure_mode_allow": fails_open,
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": mode,
-            "response_body_mode": bodies,
-            "request_trailer_mode": has_trailers,
-            "response_trailer_mode": "SEND" if bodies == "FULL_DUPLEX_STREAMED" else "SKIP",
-        },
-        "message_timeout": "30s",
-        "metadata_options": {
-            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-        },
-    }
-    filters.append({"name": "picker", "typed_config": ext_proc})
+    filters: list[dict[str, Any]] = [] if subset is None else [_subset(subset)]
+    filters.append({"name": "picker", "typed_config": _ext_proc(mode, answers or mode, fails_open=fails_open)})
     filters.append({"name": "router", "typed_config": {"@type": f"{API}.filters.http.router.v3.Router"}})
     route: dict[str, Any] = {"cluster": "engines", "timeout": "0s"}
     if retries:
@@ -97,6 +70,51 @@ def config(
         },
         "http_filters": filters,
     }
+    listener = {
+        "name": "in",
+        **_address("127.0.0.1", 0),
+        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
+    }
+    clusters = [_engines(engines), _picker(picker_port)]
+    return {
+        "admin": _address("127.0.0.1", 0),
+        "static_resources": {"listeners": [listener], "clusters": clusters},
+    }
+
+
+def _subset(subset: Sequence[str]) -> dict[str, Any]:
+    """Return the filter that names the only endpoints allowed."""
+    hint = {"x-gateway-destination-endpoint-subset": list(subset)}
+    set_metadata = {
+        "@type": f"{API}.filters.http.set_metadata.v3.Config",
+        "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": hint}],
+    }
+    return {"name": "subset", "typed_config": set_metadata}
+
+
+def _ext_proc(mode: Mode, answers: Mode, *, fails_open: bool) -> dict[str, Any]:
+    has_trailers = "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP"
+    return {
+        "@type": f"{API}.filters.http.ext_proc.v3.ExternalProcessor",
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+        "failure_mode_allow": fails_open,
+        "processing_mode": {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": mode,
+            "response_body_mode": answers,
+            "request_trailer_mode": has_trailers,
+            "response_trailer_mode": "SEND" if answers == "FULL_DUPLEX_STREAMED" else "SKIP",
+        },
+        "message_timeout": "30s",
+        "metadata_options": {
+            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
+            "receiving_namespaces": {"untyped": ["envoy.lb"]},
+        },
+    }
+
+
+def _engines(engines: Sequence[str] | None) -> dict[str, Any]:
     cluster: dict[str, Any] = {"name": "engines", "connect_timeout": "1s"}
     if engines is None:
         cluster |= {
@@ -123,25 +141,20 @@ def config(
                 "policies": [{"typed_extension_config": {"name": "override", "typed_config": override}}]
             },
         }
+    return cluster
+
+
+def _picker(port: int) -> dict[str, Any]:
     http2 = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
-    picker = {
+    return {
         "name": "picker",
         "type": "STATIC",
         "connect_timeout": "1s",
-        "load_assignment": _endpoints("picker", [f"127.0.0.1:{picker_port}"]),
+        "load_assignment": _endpoints("picker", [f"127.0.0.1:{port}"]),
         "typed_extension_protocol_options": {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": http2},
-    }
-    listener = {
-        "name": "in",
-        **_address("127.0.0.1", 0),
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-    }
-    return {
-        "admin": _address("127.0.0.1", 0),
-        "static_resources": {"listeners": [listener], "clusters": [cluster, picker]},
     }
 
 
@@ -154,8 +167,13 @@ async def envoy(folder: Path, settings: Mapping[str, Any], *, log: str = "warnin
     config_file.write_bytes(orjson.dumps(settings))
     with (folder / "log").open("wb") as said:
         process = await asyncio.create_subprocess_exec(
-            *(str(program), "-c", str(config_file), "--concurrency", "1", "--disable-hot-restart", "-l", log),
-            *("--admin-address-path", str(admin_file), "--drain-time-s", "0"),
+            str(program),
+            "-c",
+            str(config_file),
+            "--concurrency=1",
+            f"--disable-hot-restart=--log-path={log}",
+            f"--admin-address-path={admin_file}",
+            "--drain-time-s=0",
             stdout=said,
             stderr=said,
             env={**os.environ, "HOME": str(folder)},

@@ -21,7 +21,7 @@ from router.picker.protocol import TEST_SERVED
 from router.picker.wire import picker_pb2 as wire
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app
-from router.startup.parts import ADMISSION, FLEET, PICKER, STATUS
+from router.startup.parts import ADMISSION, FLEET, PICKER, READINESS
 from router.startup.serving import run_picker
 from tests.router.picker.envoy import config, envoy, envoy_program
 from tests.router.picker.proxy import PROMPT, endpoint
@@ -182,9 +182,16 @@ PROXIES: dict[str, dict[str, Any]] = {"closed": {}, "open": {"mode": "BUFFERED",
 async def picker(port: int, *pods: ScriptedEngine) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run the program as a separate process, which picks at `port`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.router.rig.gateway_program", '{"probe_interval_s": 0.1}'),
-        *("--port", "0", "--ext-proc-port", str(port)),
-        *("--engines", ",".join(pod.url for pod in pods), "--drain-timeout-s", "1"),
+        sys.executable,
+        "-m",
+        "tests.router.rig.gateway_program",
+        '{"probe_interval_s": 0.1}',
+        "--port=0",
+        "--ext-proc-port",
+        str(port),
+        "--engines",
+        ",".join(pod.url for pod in pods),
+        "--drain-timeout-s=1",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
@@ -307,7 +314,7 @@ async def test_with_a_certificate_it_speaks_tls(tmp_path: Path, own: bool) -> No
 async def test_a_port_that_is_taken_is_said() -> None:
     async with running(ScriptedEngine("a", WHOLE), ext_proc_port=0) as gateway, run_picker(gateway.app) as port:
         other = build_app(GatewaySettings(engines=["http://127.0.0.1:1"], ext_proc_port=port))
-        other[PICKER], other[STATUS] = gateway.app[PICKER], gateway.app[STATUS]
+        other[PICKER], other[READINESS] = gateway.app[PICKER], gateway.app[READINESS]
         with pytest.raises(NoPort, match=f"127.0.0.1:{port} for --ext-proc-port"):
             async with run_picker(other):
                 pass

@@ -12,7 +12,7 @@ from engine.contract.events import Keys, Tier
 from engine.contract.fetch_costs import NO_FETCH_COSTS
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
-from engine.loop.publish import Publisher
+from engine.loop.publish import Origin, Publisher
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.views.types import PodId
@@ -32,10 +32,7 @@ class FakeEngine:
         self.fetch = NO_FETCH_COSTS
         self.publisher = Publisher(
             server.url,
-            model=MODEL,
-            pod_id=pod,
-            epoch=epoch,
-            stride=stride,
+            Origin(MODEL, pod, epoch, stride),
             lease_s=LEASE_S,
             load=lambda: LoadReport(running=len(self.keys), fetch=self.fetch),
             held=self.held,

@@ -16,7 +16,7 @@ from aiohttp import web
 from engine.common.redis_client import connect
 from engine.contract.redis_keys import LEARNT_KEY
 from router.registry.learnt import decode_learnt
-from router.startup.parts import FLEET, INDEX, STATUS
+from router.startup.parts import FLEET, INDEX, READINESS
 from tests.redis_server import RedisServer
 from tests.router.fleet.pages import Load, vllm_page
 from tests.router.peer_sync.test_gateways_share import assumed, sharing
@@ -85,7 +85,7 @@ async def engines() -> AsyncIterator[list[FullCache]]:
 async def gateway(redis: RedisServer, both: list[FullCache]) -> AsyncIterator[Gateway]:
     """Yield a gateway that is ready and knows the engines' capacity."""
     async with running(*both, policy="round_robin", redis_url=redis.url, queue_timeout_s=0) as started:
-        await eventually(lambda: started.app[STATUS].is_warm)
+        await eventually(lambda: started.app[READINESS].is_warm)
         await eventually(lambda: all(pod.facts.kv_capacity_tokens for pod in started.app[FLEET].pods("m")))
         yield started
 

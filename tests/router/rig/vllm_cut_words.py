@@ -33,9 +33,12 @@ def _response(kind: str, number: int, status: str, **more: Any) -> bytes:
 
 
 _MADE_NOTHING = {
-    "input_tokens": 10, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 0,
-    "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 10,
-}  # fmt: skip
+    "input_tokens": 10,
+    "input_tokens_details": {"cached_tokens": 0},
+    "output_tokens": 0,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 10,
+}
 
 STREAMS: dict[str, tuple[Endpoint, list[bytes]]] = {
     "completion": (Endpoint.COMPLETIONS, [DONE]),

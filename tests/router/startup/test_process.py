@@ -37,7 +37,12 @@ async def program(
     await engine.start()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WARMROUTE_")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--port", "0", "--engines", engine.url, *flags),
+        sys.executable,
+        "-m",
+        "router",
+        "--port=0",
+        f"--engines={engine.url}",
+        *flags,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environ,
@@ -130,7 +135,11 @@ async def test_a_port_in_use_is_said_in_one_line() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router", "--port", port, "--engines", "http://127.0.0.1:1"),
+            sys.executable,
+            "-m",
+            "router",
+            f"--port={port}",
+            "--engines=http://127.0.0.1:1",
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -182,7 +191,13 @@ async def test_the_administration_is_on_loopback_and_its_actions_are_on_stderr()
 @pytest.mark.parametrize("flag", ["--api-keys-file", "--engine-api-key-file"])
 async def test_a_key_file_that_is_not_there_is_said_in_one_line(flag: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--port", "0", "--engines", "http://127.0.0.1:1", flag, "/nowhere/keys"),
+        sys.executable,
+        "-m",
+        "router",
+        "--port=0",
+        "--engines=http://127.0.0.1:1",
+        flag,
+        "/nowhere/keys",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -218,7 +233,11 @@ async def test_a_background_task_that_dies_ends_the_process_once_streams_are_don
     engine = ScriptedEngine("a", streams([event(str(number)) for number in range(8)], gap_s=0.1))
     await engine.start()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", DYING, "--port", "0", "--engines", engine.url),
+        sys.executable,
+        "-c",
+        DYING,
+        "--port=0",
+        f"--engines={engine.url}",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -217,9 +217,27 @@ def _attend_parts(
     # window.
     for start in range(begin, end, TILE):
         acc, peak, total = attend_tile(
-            queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
-            KV_HEADS, DIM, PAGE, TILE, True, False, WIDE,
-        )  # fmt: skip
+            queries,
+            positions,
+            acc,
+            peak,
+            total,
+            keys,
+            table,
+            block_stride,
+            start,
+            first,
+            end,
+            window,
+            scale,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            TILE,
+            True,
+            False,
+            WIDE,
+        )
     at = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * room + part
     tl.store(peaks + at, peak, mask=group < GROUP)
     tl.store(totals + at, total, mask=group < GROUP)

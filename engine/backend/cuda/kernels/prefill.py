@@ -236,14 +236,50 @@ def _prefill(
         masked_start = (lowest + 1) // TILE * TILE
         for start in range(0, masked_start, TILE):
             acc, peak, total = attend_tile(
-                queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
-                KV_HEADS, DIM, PAGE, TILE, False, WINDOWED, WIDE,
-            )  # fmt: skip
+                queries,
+                positions,
+                acc,
+                peak,
+                total,
+                keys,
+                table,
+                block_stride,
+                start,
+                first,
+                end,
+                window,
+                scale,
+                KV_HEADS,
+                DIM,
+                PAGE,
+                TILE,
+                False,
+                WINDOWED,
+                WIDE,
+            )
     for start in range(masked_start, part_end, TILE):
         acc, peak, total = attend_tile(
-            queries, positions, acc, peak, total, keys, table, block_stride, start, first, end, window, scale,
-            KV_HEADS, DIM, PAGE, TILE, True, WINDOWED, WIDE,
-        )  # fmt: skip
+            queries,
+            positions,
+            acc,
+            peak,
+            total,
+            keys,
+            table,
+            block_stride,
+            start,
+            first,
+            end,
+            window,
+            scale,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            TILE,
+            True,
+            WINDOWED,
+            WIDE,
+        )
     if PARTED:
         row = (tl.load(entry + 4) * KV_HEADS + head) * TILE_ROWS + rows
         tl.store(sums + row[:, None] * DIM + dims[None, :], acc, mask=(dims < DIM)[None, :])

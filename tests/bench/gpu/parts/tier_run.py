@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.backend.cuda.backend import CudaBackend
-from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostPool, drain, measure_rates
+from engine.backend.cuda.copies import CudaCopyEngine, PageLockedPool
+from engine.backend.host_memory import CpuBlockMover, HostPool
 from engine.tiers.copies.base import BlockPair, CopyEngine, Direction
 from engine.tiers.copies.copier import BlockCopier
+from engine.tiers.stores.measure import drain, measure_rates
 from engine.tiers.stores.threads import ThreadedCopies
 from tests.bench.gpu.parts.ceilings import Ceilings
 from tests.bench.gpu.parts.steps import Steps
@@ -60,10 +62,11 @@ async def measure_promotion(
     pool = backend.pool
     blocks = -(-tokens // pool.block_size)
     with ExitStack() as running:
-        host = running.enter_context(closing(HostPool(pool.data, blocks)))
         if pool.data.device.type == "cuda":
+            host: HostPool = running.enter_context(closing(PageLockedPool(pool.data, blocks)))
             engine: CopyEngine = CudaCopyEngine(pool.data, host)
         else:  # a run that shows only that the bench works
+            host = HostPool(pool.data, blocks)
             engine = running.enter_context(closing(ThreadedCopies(CpuBlockMover(pool.data, host), "promotion")))
         copier = BlockCopier(engine, time.monotonic)
         measure_rates(copier, blocks, _DEADLINE_S)

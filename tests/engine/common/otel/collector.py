@@ -171,14 +171,10 @@ def _metric(metric: Any) -> dict[str, Any]:
     return about
 
 
-def _serve() -> None:
-    import grpc
+def _http(state: _State) -> type[BaseHTTPRequestHandler]:
+    """Return the handler of OTLP over HTTP, and of the tests' questions."""
     from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
-    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
-    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
-
-    state = _State()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -216,6 +212,18 @@ def _serve() -> None:
         def log_message(self, *args: object) -> None:
             """Log nothing."""
 
+    return Handler
+
+
+def _serve() -> None:
+    import grpc
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+
+    state = _State()
+
     class Traces(trace_grpc.TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
             if not state.meets():
@@ -235,7 +243,7 @@ def _serve() -> None:
     metrics_grpc.add_MetricsServiceServicer_to_server(Metrics(), over_grpc)
     grpc_port = over_grpc.add_insecure_port("127.0.0.1:0")
     over_grpc.start()
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), _http(state))
     http.daemon_threads = True
     print(http.server_address[1], grpc_port, flush=True)
     http.serve_forever()

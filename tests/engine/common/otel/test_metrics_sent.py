@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common.otel import running as otel
 from engine.common.otel.running import metrics_sent
-from router.startup.parts import STATUS
+from router.startup.parts import EXPOSITION
 from router.telemetry.collectors import Distribution, Tally
 from tests.engine.common.otel.collector import Collector
 from tests.engine.common.otel.test_export import BOTH, use, wait_for_threads
@@ -66,7 +66,7 @@ async def test_the_gateway_sends_the_numbers_of_its_metrics(
     async with running(*engines, policy="predicted_ttft") as gateway:
         for _ in range(3):
             assert (await gateway.post(STREAM)).status == 200
-        status = gateway.app[STATUS]
+        status = gateway.app[EXPOSITION]
         sent = collector.metrics(protocol)
         assert sent == [], "a minute has not passed"
         text = (await gateway.get("/metrics")).body.decode()

@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backend.cuda import copies
-from engine.backend.cuda.copies import CpuBlockMover, CudaCopyEngine, HostMemoryError, HostPool, drain, measure_rates
+from engine.backend.cuda.copies import CudaCopyEngine, PageLockedPool
+from engine.backend.host_memory import BothSides, CpuBlockMover, HostMemoryError, HostPool
 from engine.tiers.copies.base import BlockPair, CopyEngine, CopyError, Direction
 from engine.tiers.copies.copier import BlockCopier, CopyLimits
+from engine.tiers.stores.measure import drain, measure_rates
 from engine.tiers.stores.threads import ThreadedCopies
 from tests.engine.cuda.copies.copy_script import ScriptedEngine
 
@@ -36,13 +38,15 @@ def random_pool(dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
 
 
 @contextmanager
-def engine_for(pool: torch.Tensor, host: HostPool) -> Iterator[CopyEngine]:
-    """The copy engine that the host tier uses for the pool's device."""
+def host_and_engine(pool: torch.Tensor, slots: int) -> Iterator[tuple[HostPool, CopyEngine]]:
+    """The memory and the copy engine that the host tier uses for the pool's device."""
     if pool.device.type == "cuda":
-        yield CudaCopyEngine(pool, host)
+        with closing(PageLockedPool(pool, slots)) as locked:
+            yield locked, CudaCopyEngine(pool, locked)
     else:
+        host = HostPool(pool, slots)
         with closing(ThreadedCopies(CpuBlockMover(pool, host), "test")) as engine:
-            yield engine
+            yield host, engine
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +62,7 @@ def test_a_round_trip_keeps_every_bit(device: str, dtype: torch.dtype, count: in
     chosen = random.Random(seed)
     down, slots = chosen.sample(range(BLOCKS), count), chosen.sample(range(SLOTS), count)
     up = chosen.sample(range(BLOCKS), count)
-    with closing(HostPool(pool, SLOTS)) as host, engine_for(pool, host) as engine:
+    with host_and_engine(pool, SLOTS) as (host, engine):
         copier = BlockCopier(engine, time.monotonic, CopyLimits(job_bytes=run * host.slot_bytes))
         copier.demote([BlockPair(b, s) for b, s in zip(down, slots, strict=True)])
         assert len(drain(copier, 10)[0].done) == count
@@ -75,7 +79,7 @@ def test_a_round_trip_keeps_every_bit(device: str, dtype: torch.dtype, count: in
 @pytest.mark.parametrize("device", DEVICES)
 def test_rates_of_both_directions_are_measured(device: str) -> None:
     pool = torch.zeros((8, 1 << 16), device=device)
-    with closing(HostPool(pool, 8)) as host, engine_for(pool, host) as engine:
+    with host_and_engine(pool, 8) as (_, engine):
         copier = BlockCopier(engine, time.monotonic)
         measure_rates(copier, 8, deadline_s=30)
     assert all((copier.bytes_per_s(direction) or 0) > 0 for direction in Direction)
@@ -240,14 +244,14 @@ def test_memory_of_a_cards_tier_is_page_locked_and_let_go(
     cudart = FakeCudart(0, current)
     monkeypatch.setattr(copies, "_cudart", lambda: cudart)
     pool: Any = OnCard()
-    host = HostPool(pool, 3)
+    host = PageLockedPool(pool, 3)
     assert cudart.registered == {host.data.data_ptr(): 3 * 64}
     host.close()
     host.close()
     assert cudart.registered == {}
     monkeypatch.setattr(copies, "_cudart", lambda: FakeCudart(2, current))
     with pytest.raises(HostMemoryError, match=r"3 blocks of 64 bytes \(192 bytes\) cannot be page-locked .*ulimit -l"):
-        HostPool(pool, 3)
+        PageLockedPool(pool, 3)
     assert current == []
 
 
@@ -259,8 +263,8 @@ def test_memory_that_nobody_closed_is_let_go_with_its_last_user(
     cudart = FakeCudart(0, current)
     monkeypatch.setattr(copies, "_cudart", lambda: cudart)
     pool: Any = OnCard()
-    host = HostPool(pool, 3)
-    memory = copies._Memory(torch.empty((2, 2, 8)), host)
+    host = PageLockedPool(pool, 3)
+    memory = BothSides(torch.empty((2, 2, 8)), host)
     del host
     gc.collect()
     assert len(cudart.registered) == 1
@@ -274,7 +278,7 @@ def test_memory_that_nobody_closed_is_let_go_with_its_last_user(
 def test_a_promotion_runs_beside_computing() -> None:
     """While the device computes on the current stream, a promotion begins and ends."""
     pool = torch.zeros((4, 1 << 22), device="cuda")
-    host = HostPool(pool, 4)
+    host = PageLockedPool(pool, 4)
     copier = BlockCopier(CudaCopyEngine(pool, host), time.monotonic)
     measure_rates(copier, 4, deadline_s=30)
     matrix = torch.randn((8192, 8192), device="cuda")

@@ -72,9 +72,16 @@ def run(case: Case, device: torch.device, slots: list[int]) -> Run:
     pool = torch.full(shape, torch.nan, dtype=case.dtype, device=device)
     at = torch.tensor(slots, device=device)
     rope_store(
-        qkv.tensor, torch.view_as_real(rotation), at, norm if case.normed else None, EPS, pool, LAYER,
-        heads=case.heads, kv_heads=case.kv_heads,
-    )  # fmt: skip
+        qkv.tensor,
+        torch.view_as_real(rotation),
+        at,
+        norm if case.normed else None,
+        EPS,
+        pool,
+        LAYER,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+    )
     assert qkv.guards_stand()
     left = qkv.tensor.view(given.shape)
     # Keys and values are stored in pages; here they must not change.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.startup.app import LoadedModel
+from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import MODEL, Engine, Start
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -67,27 +67,30 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("user", {"user": 1}, "user"),
     ("metadata", {"metadata": "x"}, "metadata"),
     ("unknown", {"temprature": 1}, "temprature"),
-    *((name, {name: value}, name) for name, value in {
-        "best_of": 2,
-        "suffix": "end",
-        "response_format": {"type": "json_object"},
-        "audio": {},
-        "functions": [TOOL],
-        "function_call": {"name": "find"},
-        "modalities": ["audio"],
-        "prediction": {},
-        "web_search_options": {},
-        "guided_json": {},
-        "structured_outputs": {"json": {}},
-        "bad_words": ["x"],
-        "allowed_token_ids": [1],
-        "use_beam_search": True,
-        "truncate_prompt_tokens": 3,
-        "include_stop_str_in_output": True,
-        "min_tokens": 5000,
-        "skip_special_tokens": "no",
-    }.items()),
-]  # fmt: skip
+    *(
+        (name, {name: value}, name)
+        for name, value in {
+            "best_of": 2,
+            "suffix": "end",
+            "response_format": {"type": "json_object"},
+            "audio": {},
+            "functions": [TOOL],
+            "function_call": {"name": "find"},
+            "modalities": ["audio"],
+            "prediction": {},
+            "web_search_options": {},
+            "guided_json": {},
+            "structured_outputs": {"json": {}},
+            "bad_words": ["x"],
+            "allowed_token_ids": [1],
+            "use_beam_search": True,
+            "truncate_prompt_tokens": 3,
+            "include_stop_str_in_output": True,
+            "min_tokens": 5000,
+            "skip_special_tokens": "no",
+        }.items()
+    ),
+]
 ONLY_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": None}, "messages"),
     ("empty messages", {"messages": []}, "messages"),

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import asyncio
-from loadgen.interrupt import run_interruptible
+from loadgen.commands.interrupt import run_interruptible
 
 async def work():
     print("begun", flush=True)

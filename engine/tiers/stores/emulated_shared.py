@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.tiers.build import LIMITS, Store
 from engine.tiers.copies.base import BlockRun, Direction, RunningJob
 from engine.tiers.copies.copier import BlockCopier
 from engine.tiers.stores.block_file import Label
@@ -14,6 +13,7 @@ from engine.tiers.stores.janitor import FILL, FULL, by_use
 from engine.tiers.stores.lookups import Lookup
 from engine.tiers.stores.place import Place
 from engine.tiers.stores.stats import SharedSize
+from engine.tiers.stores.store import LIMITS, Store
 
 
 @dataclass(eq=False)

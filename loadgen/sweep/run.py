@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from loadgen.commands.one_arm import LoadSpec, OpenArm, fewer_than_asked, sessions_of_step
-from loadgen.commands.saturation import reason
-from loadgen.commands.search import Search
 from loadgen.experiment.arms import ArmSpec
 from loadgen.experiment.checks import check_models
 from loadgen.experiment.isolation import Isolation, isolate
@@ -18,6 +15,9 @@ from loadgen.load.player import RunSpec
 from loadgen.load.progress import Progress
 from loadgen.load.target import Target
 from loadgen.result.model import Summary, SweepPoint
+from loadgen.single.arm import LoadSpec, OpenArm, fewer_than_asked, sessions_of_step
+from loadgen.sweep.saturation import reason
+from loadgen.sweep.search import Search
 from loadgen.workloads.base import Workload
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from loadgen.commands.saturation import MIN_ACHIEVED_SHARE, MIN_GAIN_SHARE, MIN_GOOD_SHARE, TTFT_GROWTH
-from loadgen.commands.sweep_run import Curve, Sweep, step_of
 from loadgen.experiment.cautions import cautions
 from loadgen.experiment.contrasts import Contrasts
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.result.model import Arm, Result, Summary, SweepPoint
+from loadgen.sweep.run import Curve, Sweep, step_of
+from loadgen.sweep.saturation import MIN_ACHIEVED_SHARE, MIN_GAIN_SHARE, MIN_GOOD_SHARE, TTFT_GROWTH
 
 
 def sweep_result(sweep: Sweep, configuration: Mapping[str, Any]) -> Result:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
-from loadgen.commands.one_arm import OpenArm, Played, cut_short
 from loadgen.experiment.cautions import cautions
 from loadgen.experiment.contrasts import Contrasts
 from loadgen.load.player import RunSpec
 from loadgen.load.target import ServerUnusable
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.result.model import Arm, Result
+from loadgen.single.arm import OpenArm, Played, cut_short
 from loadgen.workloads.base import Workload
 
 _NOT_EMPTIED = "The prefix caches were left as they were."

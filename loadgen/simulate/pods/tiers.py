@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from engine.backend.profiles import SimProfile
 from engine.cache.eviction import Eviction
 from engine.cache.prefix_cache import PrefixCache
-from engine.tiers.build import Store, emulated_store, make_tiers
-from engine.tiers.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.build import make_tiers
+from engine.tiers.stores.emulated_shared import EmulatedFolder, emulated_shared_store
+from engine.tiers.stores.opening import emulated_store
 from engine.tiers.stores.place import Place
+from engine.tiers.stores.store import Store
 from engine.tiers.tiers import Tiers
-from loadgen.simulate.timeline import Action, Timeline
+from loadgen.simulate.pods.timeline import Action, Timeline
 
 LOOKUP_S = 0.001
 """Delay until it is known how much of a prompt a shared folder holds."""

@@ -16,13 +16,13 @@ from engine.contract.periods import BATCH_S, HEARTBEAT_S, LOAD_S
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import SchedulerConfig, TokenOutput
-from engine.tiers.emulated_shared import EmulatedFolder
+from engine.tiers.stores.emulated_shared import EmulatedFolder
 from engine.tiers.tiers import Tiers
-from loadgen.simulate.digests import SharedDigests, SharingCache
-from loadgen.simulate.noise import StepNoise
-from loadgen.simulate.pod_tiers import TierSpec, pod_tiers
-from loadgen.simulate.runs import RunScheduler
-from loadgen.simulate.timeline import Timeline
+from loadgen.simulate.pods.digests import SharedDigests, SharingCache
+from loadgen.simulate.pods.noise import StepNoise
+from loadgen.simulate.pods.runs import RunScheduler
+from loadgen.simulate.pods.tiers import TierSpec, pod_tiers
+from loadgen.simulate.pods.timeline import Timeline
 
 MAX_RUN_STEPS = 100_000
 _IDS = 0x3FFFFFFF

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.contract.keys import PrefixKey
-from loadgen.simulate.pod import Report
+from loadgen.simulate.pods.pod import Report
 
 HELD = ""
 """Returned by a router that keeps the request; the router sends it later with `Simulation.send`."""

@@ -1,0 +1,1 @@
+"""How every report writes numbers and names, and its colours."""

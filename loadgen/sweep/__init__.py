@@ -1,0 +1,1 @@
+"""The search for the highest load that a server keeps up with: steps, saturation, curves."""

@@ -1,0 +1,63 @@
+"""Metrics of clients' connections, and of what their requests hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from router.telemetry.collectors import FieldSeries, Tally, register
+
+REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body")
+"""Reasons for refused connections. Each is a series from the start, so that the first increase is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientValues:
+    """Values read when Prometheus scrapes."""
+
+    in_flight: int
+    body_bytes: int
+    answer_bytes: int
+    connections: int
+    refused: Mapping[str, int]
+    """By reason."""
+    lacks: Mapping[str, int]
+    """By name of the error."""
+
+
+class ClientMetrics:
+    """Clients' connections and requests in flight."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._fields = FieldSeries(
+            registry,
+            "warmroute_gateway_",
+            gauges={
+                "in_flight": "Requests in flight",
+                "body_bytes": "Bytes of the bodies of requests in flight",
+                "answer_bytes": "Bytes of answers that are kept until they are whole, or until their clients take them",
+                "connections": "Connections of clients that are open",
+            },
+        )
+        self._refused = Tally(
+            "warmroute_gateway_connections_refused",
+            "Connections of clients that were refused (connections: too many, short: see "
+            "warmroute_gateway_lacks) or cut because the client was late (handshake: for TLS, head: with a request's "
+            "headers, write: to read an answer, closing: to close) or did not stop sending a refused body (body)",
+            ("reason",),
+        )
+        self._refused.counts |= {(reason,): 0 for reason in REFUSAL_REASONS}
+        self._lacks = Tally(
+            "warmroute_gateway_lacks",
+            "Connections that failed because this machine lacks descriptors, memory or ports, by error",
+            ("error",),
+        )
+        register(registry, self._refused, self._lacks)
+
+    def set(self, values: ClientValues) -> None:
+        """Take the values of a scrape."""
+        self._fields.set(values)
+        self._refused.take(values.refused)
+        self._lacks.take(values.lacks)
