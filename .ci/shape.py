@@ -70,11 +70,6 @@ EXCUSED = (
         "the parts of a request are being joined; then its assembly",
     ),
     Excused(
-        "lines",
-        "router/routing/predicted_ttft.py::PredictedTtft._costs",
-        "the score is being taken apart into its terms",
-    ),
-    Excused(
         "lines", "router/startup/handlers.py::handlers", "the parts of a request are being joined; then its assembly"
     ),
     Excused(

@@ -113,17 +113,16 @@ class TokenFiles:
     def add_to(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Add the tokens that the tokenizer lacks, or has with other properties."""
         known = tokenizer.get_added_tokens_decoder().values()
-        properties, contents = {repr(token) for token in known}, {token.content for token in known}
+        properties, contents = {repr(token) for token in known}, {token.content for token in known} | set(self.ids)
         named = set(self.named.values())
         missing = []
         for token in self.tokens:
-            is_declared = token.content in self.ids
-            if repr(token) in properties if is_declared else token.content in contents:
+            is_there = repr(token) in properties
+            if is_there or (token.content in contents and token.content not in self.ids):
                 continue
             if token.content in named and not token.special:
                 token.special = True
-            missing.append(token)
-            contents.add(token.content)
+            missing.append(token)  # if a file describes a token twice, the last description counts
             properties.add(repr(token))
         if missing:
             tokenizer.add_tokens(missing)

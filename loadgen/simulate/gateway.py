@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from loadgen.simulate.pods.routing import Offered, Scrape
 from loadgen.simulate.pods.timeline import Timeline
 from router.choosing.chooser import Choice, Chooser
 from router.choosing.peer_reports import PeerReports
-from router.choosing.pod_tables import WIDE_FROM
 from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Lease, Pod
@@ -36,7 +34,8 @@ from router.telemetry.metrics import Metrics
 from router.views.reported import Counts
 from router.views.sent import Mark
 from router.views.speeds import Speeds
-from router.views.types import PodId, Policy
+from router.views.table import Policy
+from router.views.types import PodId
 
 MODEL = "simulated"
 MAX_ATTEMPTS = 1 + CONSTANTS.retries
@@ -122,8 +121,6 @@ class Gateway:
             stride=stride,
             speculation_ttl_s=CONSTANTS.speculation_ttl_s,
             foreign_ttl_s=CONSTANTS.foreign_ttl_s,
-            # A policy made for a bench may override how single pods are viewed.
-            wide_from=WIDE_FROM if made is None else sys.maxsize,
             sent_reports=self._sent_reports,
             name=f"{number:08}",
         )

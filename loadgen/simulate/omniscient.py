@@ -3,25 +3,81 @@ moment."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from engine.backend.profiles import SimProfile
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
+from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
 from engine.contract.load import StepCost
 from loadgen.simulate.pods.pod import Report, SimPod
 from loadgen.simulate.pods.routing import Offered, Scrape
 from router.routing.policies import PolicyOptions, make_policy
 from router.views.latency import further_steps, prefill_s
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.pod_row import PodRow
+from router.views.table import PodTable
+from router.views.types import PodId, RequestInfo
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     sequence: CachedSequence
     uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactPod:
+    """A pod as it is: a `TablePod`."""
+
+    cost: StepCost
+    matched_tokens: int
+    in_flight: int
+    uncached_tokens: int
+    """Prompt tokens still to be prefilled."""
+    decoding: int
+    context_tokens: int
+    free_at_s: float
+
+    @property
+    def fetch_costs(self) -> FetchCosts:
+        """See `TablePod`."""
+        return NO_FETCH_COSTS
+
+    def row(self, now_s: float) -> PodRow[float]:
+        """See `TablePod`."""
+        return PodRow(
+            free_at_s=self.free_at_s,
+            due_s=math.inf,
+            late_step_s=0.0,
+            others_until_s=-math.inf,
+            others_trust=0.0,
+            others_span_s=1.0,
+            others_uncached=0.0,
+            own_uncached=self.uncached_tokens,
+            in_flight=self.in_flight,
+            decoding=self.decoding,
+            context_tokens=self.context_tokens,
+            stepped_s=-math.inf,
+            token_s=self.cost.token_s,
+            overhead_s=0.0,
+            weight=1.0,
+            shared_latency_s=0.0,
+            shared_token_s=0.0,
+            is_prior=False,
+            valid_until_s=math.inf,
+        )
+
+    def watch(self, changed: set[Any]) -> None:
+        """See `TablePod`: it never changes."""
+
+    def unwatch(self, changed: set[Any]) -> None:
+        """See `TablePod`."""
 
 
 class Omniscient:
@@ -48,11 +104,15 @@ class Omniscient:
         if not pods:
             return None
         sequence = _sequence(request, pods[0].spec.block_size)
-        views = [self._view(pod, sequence, len(request.tokens), now_s) for pod in pods]
+        exact = [self._exact(pod, sequence, len(request.tokens), now_s) for pod in pods]
+        named = [(PodId(pod.spec.name), known) for pod, known in zip(pods, exact, strict=True)]
+        seen = PodTable(named, is_kept=False).at(now_s)
+        for row, known in enumerate(exact):
+            seen.hold(np.array([row]), known.matched_tokens)
         info = RequestInfo(request.keys, len(request.tokens), now_s, request.output_tokens)
-        chosen = self._policy.choose(info, views).pod
+        chosen = self._policy.choose(info, seen).pod
         name = pods[chosen].spec.name
-        uncached = max(1, len(request.tokens) - views[chosen].matched_tokens)
+        uncached = max(1, len(request.tokens) - exact[chosen].matched_tokens)
         self._waiting.setdefault(name, {})[request.number] = _Waiting(sequence, uncached)
         self._coming.setdefault(name, Counter()).update(sequence.digests)
         return name
@@ -80,7 +140,7 @@ class Omniscient:
                 if not coming[digest]:
                     del coming[digest]
 
-    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
+    def _exact(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> ExactPod:
         coming = self._coming.get(pod.spec.name, Counter())
         limit = (prompt_tokens - 1) // pod.spec.block_size
         sequence.hits = 0
@@ -102,16 +162,14 @@ class Omniscient:
         uncached = prompt_tokens - hits * pod.spec.block_size
         steps = further_steps(tokens + uncached, pod.spec.max_step_tokens) - further_steps(uncached)
         step_s = cost.base_s + cost.sequence_s * load.decoding + cost.context_s * load.context_tokens
-        return PodView(
-            PodId(pod.spec.name),
-            matched_tokens=hits * pod.spec.block_size,
-            in_flight=load.running + len(waiting),
-            in_flight_uncached_tokens=tokens,
-            decoding=load.decoding,
-            context_tokens=load.context_tokens,
-            prefill_free_at_s=pod.step_end_s() + busy_s + steps * step_s if load.running or waiting else now_s,
-            cost=cost,
-            kv_used=1 - load.blocks_free / load.blocks_total,
+        return ExactPod(
+            cost,
+            hits * pod.spec.block_size,
+            load.running + len(waiting),
+            tokens,
+            load.decoding,
+            load.context_tokens,
+            pod.step_end_s() + busy_s + steps * step_s if load.running or waiting else now_s,
         )
 
 

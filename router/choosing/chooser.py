@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from engine.contract.events import Keys
-from router.choosing.pod_tables import WIDE_FROM, Tables
+from router.choosing.pod_tables import Tables
 from router.choosing.registry_view import RegistryView
 from router.choosing.score_observer import ScoreObserver
 from router.choosing.shadow import Shadows
@@ -22,19 +24,19 @@ from router.peer_sync.messages import Routed
 from router.peer_sync.sent_reports import SentReport, SentReports
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
-from router.registry.index import Match, PrefixIndex
+from router.registry.index import PrefixIndex
 from router.registry.room import Taken
 from router.registry.speculation import Run
 from router.routing.affinity_groups import AffinityGroups
-from router.routing.fetching import add_shared, wide_add_shared
+from router.routing.fetching import add_shared
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
 from router.telemetry.metrics import Metrics
 from router.views.latency import prefill_s
 from router.views.pod_partition import Gateways
-from router.views.table import WidePods, WidePolicy
-from router.views.types import Decision, PodId, PodScore, PodView, Policy, RequestInfo
+from router.views.table import CandidatePods, Policy
+from router.views.types import Decision, PodId, PodScore, RequestInfo
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,8 @@ INDEX_POLICIES = frozenset(("cache_aware", "predicted_ttft"))
 EXPIRY_CHECK_S = 0.25
 TOKENS_PER_BYTE_RANGE = (0.02, 2.0)
 """Ratios outside this range come from prompts that are not text (images), and teach nothing about text."""
-NO_MATCH = Match(0)
 MOST_WITH_ADAPTERS = 256
-"""With more pods, a decision ignores which of them have the adapter loaded, since it would have to view each pod."""
+"""With more pods, a decision ignores which of them have the adapter loaded, since it would have to ask each pod."""
 
 
 @dataclass(slots=True)
@@ -91,12 +92,10 @@ class Chooser:
         speculation_ttl_s: float,
         foreign_ttl_s: float,
         shadows: Shadows | None = None,
-        wide_from: int = WIDE_FROM,
         sent_reports: SentReports | None = None,
         name: str = "",
     ) -> None:
         """`make_policies`: returns new policies by name. Each model has its own: models share neither pods nor keys.
-        `wide_from`: number of pods from which policies that can do so decide over a table of all pods.
         `sent_reports`: tells other gateways what an answer refutes. `name`: this gateway's name in the `shares` that
         gateways exchange; random if not given.
         """
@@ -116,7 +115,6 @@ class Chooser:
         self._foreign_ttl_s = foreign_ttl_s
         self._shadows = shadows
         self._tables = Tables(index.rooms)
-        self._wide_from = wide_from
         self._sent_reports = sent_reports
         outbox = None if sent_reports is None else sent_reports.outbox
         self._gateways = Gateways("" if outbox is None else f"{outbox.life:x}")
@@ -128,7 +126,7 @@ class Chooser:
         scores = () if self.observer is None or excluded else self._scores(inbound, self.observer)
         started_s = time.perf_counter()
         now_s = self._clock()
-        choice, _, views = self._decide(inbound, excluded, now_s)
+        choice, _, seen = self._decide(inbound, excluded, now_s)
         choice.decision.scores = scores
         if choice.policy != inbound.policy:
             self._metrics.decisions.fell_back()
@@ -147,7 +145,7 @@ class Chooser:
             pod.adapters.used(inbound.model)
         self._metrics.decisions.decided(time.perf_counter() - started_s)
         if self._shadows is not None and not excluded:  # a retry is not a new request
-            self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), views, self._in_force)
+            self._shadows.compare(inbound.model, choice.decision, self._info(inbound, now_s), seen, self._in_force)
         return choice
 
     def _scores(self, inbound: Inbound, observer: ScoreObserver) -> tuple[PodScore, ...]:
@@ -155,13 +153,16 @@ class Chooser:
         if not observer.wants_scores():
             return ()
         started_s = time.perf_counter()
-        scores = self.explain(inbound)[0].decision.scores
+        scores = self._decide(inbound, (), self._clock(), explain=True)[0].decision.scores
         observer.scored(time.perf_counter() - started_s)
         return scores
 
-    def explain(self, inbound: Inbound) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
-        """Return what `choose` would do, with every pod's score, without side effects. Raises Unavailable."""
-        return self._decide(inbound, (), self._clock(), explain=True)
+    def explain(self, inbound: Inbound) -> tuple[Choice, list[tuple[Pod, dict[str, object]]]]:
+        """Return what `choose` would do, with every pod's score, and what is known of each pod, by name. The call has
+        no side effects. Raises Unavailable."""
+        now_s = self._clock()
+        choice, pods, seen = self._decide(inbound, (), now_s, explain=True)
+        return choice, [(pod, seen.of(row, now_s)) for row, pod in enumerate(pods)]
 
     def least_ttft_s(self, inbound: Inbound) -> float:
         """Return the lowest predicted time to the first token over all pods, in seconds, without side effects.
@@ -169,13 +170,10 @@ class Chooser:
         Raises Unavailable.
         """
         now_s = self._clock()
-        pods = self._pods(inbound, ())
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
-        if len(pods) >= self._wide_from:
-            return predictor.least_ttft_s(self._info(inbound, now_s), self._seen(inbound, pods, now_s)[0])
-        views = self._views(inbound, pods, self._index.match(inbound.keys, now_s), now_s)
-        return min(predictor.ttfts_s(self._info(inbound, now_s), views))
+        seen, _ = self._candidates(inbound, self._pods(inbound, ()), (), now_s)
+        return float(predictor.ttfts_s(self._info(inbound, now_s), seen).min())
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
         """Return the seconds that the request should wait for one of the pods `without_room` before it goes elsewhere.
@@ -185,9 +183,8 @@ class Chooser:
         call has no side effects.
         """
         now_s = self._clock()
-        pods = self._fleet.pods(inbound.model)
-        table = self._tables.of(inbound.model, pods) if len(pods) >= self._wide_from else None
-        serving = {pod.pod_id for pod in pods} if table is None else table.id_set
+        table = self._tables.of(inbound.model, self._fleet.pods(inbound.model))
+        serving = table.id_set
         sets, _ = self._index.match_sets(inbound.keys, now_s)
         there = elsewhere = 0
         for holders, strides in reversed(sets):  # most strides first; each set is part of the next here
@@ -199,41 +196,28 @@ class Chooser:
                 break
         if there <= elsewhere:
             return 0.0
-        if table is None:
-            token_s = min([pod.state.cost.token_s for pod in pods if pod.pod_id not in without_room])
-        else:
-            token_s = table.at(now_s).least_token_s(without_room)
-        return (there - elsewhere) * inbound.tokens_per_stride * token_s
+        return (there - elsewhere) * inbound.tokens_per_stride * table.at(now_s).least_token_s(without_room)
 
     def _decide(
         self, inbound: Inbound, excluded: Collection[PodId], now_s: float, *, explain: bool = False
-    ) -> tuple[Choice, Sequence[Pod], Sequence[PodView]]:
+    ) -> tuple[Choice, Sequence[Pod], CandidatePods]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        if len(pods) >= self._wide_from and not (len(pods) <= MOST_WITH_ADAPTERS and _is_adapter(inbound, pods)):
-            if isinstance(policy, WidePolicy) and not excluded and not explain and self._shadows is None:
-                return self._decide_wide(inbound, policy, pods, now_s), pods, ()
-        elif inbound.model in self._tables and not excluded:
-            self._tables.drop(inbound.model)
-        matches = self._index.match(inbound.keys, now_s)
-        views = self._views(inbound, pods, matches, now_s)
-        decision = policy.choose(self._info(inbound, now_s), views, explain=explain)
-        pod = pods[decision.pod]
-        return Choice(pod, policy.name, decision, matches.get(pod.pod_id, NO_MATCH).strides), pods, views
+        seen, sets = self._candidates(inbound, pods, excluded, now_s)
+        decision = policy.choose(self._info(inbound, now_s), seen, explain=explain)
+        rows_of, row = seen.table.rows, decision.pod
+        held = next((strides for pod_ids, strides in reversed(sets) if row in rows_of(pod_ids)), 0)
+        return Choice(pods[row], policy.name, decision, held), pods, seen
 
-    def _decide_wide(self, inbound: Inbound, policy: WidePolicy, pods: Sequence[Pod], now_s: float) -> Choice:
-        """Decide as `_decide` does, without a view of each pod."""
-        seen, sets = self._seen(inbound, pods, now_s)
-        decision = policy.choose_wide(self._info(inbound, now_s), seen)
-        table = seen.table
-        held = next((strides for pod_ids, strides in reversed(sets) if decision.pod in table.rows(pod_ids)), 0)
-        return Choice(pods[decision.pod], policy.name, decision, held)
-
-    def _seen(
-        self, inbound: Inbound, pods: Sequence[Pod], now_s: float
-    ) -> tuple[WidePods, list[tuple[tuple[PodId, ...], int]]]:
-        """Return the state of the pods, and which of them hold how many strides of the request."""
-        table = self._tables.of(inbound.model, pods)
+    def _candidates(
+        self, inbound: Inbound, pods: Sequence[Pod], excluded: Collection[PodId], now_s: float
+    ) -> tuple[CandidatePods, list[tuple[tuple[PodId, ...], int]]]:
+        """Return the state of the pods, and which of them hold how many strides of the request. `pods`: without those
+        `excluded`."""
+        if excluded:
+            table = self._tables.without(inbound.model, self._fleet.pods(inbound.model), excluded)
+        else:
+            table = self._tables.of(inbound.model, pods)
         seen, per_stride, prompt_tokens = table.at(now_s), inbound.tokens_per_stride, inbound.prompt_tokens
         sets, tiers = self._index.match_sets(inbound.keys, now_s)
         for pod_ids, strides in sets:
@@ -243,9 +227,11 @@ class Chooser:
                 host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
                 disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
                 seen.fetch(row, host_tokens, disk_tokens)
-        wide_add_shared(seen)
+        add_shared(seen)
         if self._index.regret:
-            seen.room = table.room
+            seen.room = table.room if self._shadows is None else table.room.copy()
+        if inbound.model in pods[0].facts.adapters and len(pods) <= MOST_WITH_ADAPTERS:
+            seen.adapter_s = np.array([_adapter_s(pod, inbound.model) for pod in pods])
         return seen, sets
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
@@ -390,6 +376,8 @@ class Chooser:
         if excluded:
             pods = [pod for pod in pods if pod.pod_id not in excluded]
         if not pods:
+            if not excluded:
+                self._tables.drop(inbound.model)
             raise NoEngine(inbound.model, retry_after_s=RETRY_AFTER_S)
         return pods
 
@@ -423,48 +411,21 @@ class Chooser:
     def _in_force(self, policy: str) -> str:
         return FALLBACK_POLICY if self._is_expired and policy in INDEX_POLICIES else policy
 
-    def _views(
-        self, inbound: Inbound, pods: Sequence[Pod], matches: Mapping[PodId, Match], now_s: float
-    ) -> list[PodView]:
-        per_stride, prompt_tokens = inbound.tokens_per_stride, inbound.prompt_tokens
-        index = self._index
-        views: list[PodView] = []
-        last, tokens = NO_MATCH, 0
-        for pod in pods:
-            match = matches.get(pod.pod_id, NO_MATCH)
-            if match is not last:  # pods that hold equally many strides share one Match
-                last, tokens = match, min(int(match.strides * per_stride), prompt_tokens)
-            view = pod.state.view(pod.pod_id, now_s=now_s, matched_tokens=tokens)
-            if match.host_strides or match.disk_strides:
-                view.host_tokens = min(int(match.host_strides * per_stride), prompt_tokens)
-                view.disk_tokens = min(int(match.disk_strides * per_stride), prompt_tokens)
-            views.append(view)
-        if matches and any([view.fetch.shared.token_s for view in views]):  # noqa: C419 - see `reaching`
-            add_shared(views)
-        if index.regret:
-            room_of = index.rooms.of
-            for view in views:
-                view.room_tokens = room_of(view.pod_id)
-        if _is_adapter(inbound, pods):
-            for pod, view in zip(pods, views, strict=True):
-                view.adapter_s = pod.adapters.setup_s(inbound.model, pod.state.speed.pool.adapter_loads.seconds)
-        return views
-
     def _info(self, inbound: Inbound, now_s: float) -> RequestInfo:
-        parting = self._gateways.parting(now_s)
-        if parting is None and (shares := self._shares.get(inbound.model)) is not None:
-            parting = shares.prefill.parting(now_s)
+        partition = self._gateways.partition(now_s)
+        if partition is None and (shares := self._shares.get(inbound.model)) is not None:
+            partition = shares.prefill.partition(now_s)
         return RequestInfo(
             inbound.keys,
             inbound.prompt_tokens,
             now_s,
             inbound.output_tokens,
-            parting,
+            partition,
             self._index.regret,
             inbound.session,
         )
 
 
-def _is_adapter(inbound: Inbound, pods: Sequence[Pod]) -> bool:
-    """Whether the model is an adapter that engines list. All of its pods list it, or none does."""
-    return inbound.model in pods[0].facts.adapters
+def _adapter_s(pod: Pod, adapter: str) -> float:
+    """See `CandidatePods.adapter_s`. All pods of a model list it as an adapter, or none does."""
+    return pod.adapters.setup_s(adapter, pod.state.speed.pool.adapter_loads.seconds)

@@ -1,16 +1,14 @@
-"""Tables of the pods of large fleets, by model: made when a fleet grows large, and again when its pods change."""
+"""A table of the pods of each model, made again when its pods change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from router.fleet.pod import Pod
 from router.registry.rooms import Rooms
 from router.views.table import PodTable
-
-WIDE_FROM = 32
-"""Number of pods from which a table is faster than a view of each pod; at 24 both take about the same time."""
+from router.views.types import PodId
 
 
 @dataclass(slots=True)
@@ -42,14 +40,19 @@ class Tables:
             self._close_unused(kept.table)
         return table
 
+    def without(self, model: str, pods: Sequence[Pod], excluded: Collection[PodId]) -> PodTable:
+        """Return a table of `pods` less those in `excluded`, for one decision."""
+        table = self.of(model, pods)
+        rows = [row for row, pod in enumerate(pods) if pod.pod_id not in excluded]
+        left = PodTable(((pods[row].pod_id, pods[row].state) for row in rows), is_kept=False)
+        left.room = table.room[rows]
+        return left
+
     def drop(self, model: str) -> None:
-        """Drop the table of a model that now has few pods or none."""
+        """Drop the table of a model that has no pods now."""
         kept = self._kept.pop(model, None)
         if kept is not None:
             self._close_unused(kept.table)
-
-    def __contains__(self, model: str) -> bool:
-        return model in self._kept
 
     def _new(self, pods: Sequence[Pod]) -> PodTable:
         table = PodTable((pod.pod_id, pod.state) for pod in pods)

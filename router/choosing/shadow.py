@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from router.routing.predicted_ttft import PredictedTtft
 from router.telemetry.metrics import Metrics
-from router.views.types import Decision, PodView, Policy, RequestInfo
+from router.views.table import CandidatePods, Floats, Policy
+from router.views.types import Decision, RequestInfo
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Shadows:
         model: str,
         acting: Decision,
         request: RequestInfo,
-        pods: Sequence[PodView],
+        pods: CandidatePods,
         in_force: Callable[[str], str],
     ) -> None:
         """Count what each shadow policy would choose for a request that `acting` has decided. Failures are counted too.
@@ -47,18 +48,18 @@ class Shadows:
         policies = self._policies.get(model)
         if policies is None:
             policies = self._policies[model] = self._make_policies()
-        ttfts_s: Sequence[float] = ()
+        ttfts_s: Floats | None = None
         for name in self._names:
             try:
                 chosen = policies[in_force(name)].choose(request, pods).pod
-                ttfts_s = ttfts_s or _ttfts_s(policies, request, pods)
+                ttfts_s = _ttfts_s(policies, request, pods) if ttfts_s is None else ttfts_s
                 self._metrics.shadows.chose(
                     acting.policy,
                     name,
                     is_same=chosen == acting.pod,
                     prompt_tokens=request.prompt_tokens,
-                    cached_tokens=(pods[acting.pod].matched_tokens, pods[chosen].matched_tokens),
-                    ttft_s=(ttfts_s[acting.pod], ttfts_s[chosen]),
+                    cached_tokens=(pods.matched_by(acting.pod), pods.matched_by(chosen)),
+                    ttft_s=(float(ttfts_s[acting.pod]), float(ttfts_s[chosen])),
                 )
             except Exception:  # the request has its pod already, so no error here may stop it
                 self._metrics.shadows.failed(acting.policy, name)
@@ -68,7 +69,7 @@ class Shadows:
         self._metrics.shadows.took(time.perf_counter() - started_s)
 
 
-def _ttfts_s(policies: Mapping[str, Policy], request: RequestInfo, pods: Sequence[PodView]) -> Sequence[float]:
+def _ttfts_s(policies: Mapping[str, Policy], request: RequestInfo, pods: CandidatePods) -> Floats:
     """Return the seconds to the first token on each pod, by `predicted_ttft`: few other policies predict them."""
     predictor = policies["predicted_ttft"]
     assert isinstance(predictor, PredictedTtft)

@@ -22,7 +22,7 @@ class EngineAddress:
     model: str | None = None
     """The only model that requests are sent for; None: every model that the engine lists."""
     weight: float = 1.0
-    """Its share of the traffic relative to others: 2 takes twice as much as 1. See `PodView.weight`."""
+    """Its share of the traffic relative to others: 2 takes twice as much as 1. See `PodState.weight`."""
     kv_events_port: int | None = None
     """TCP port at which it publishes KV events; None: discovery does not know."""
     kv_replay_port: int | None = None

@@ -19,7 +19,7 @@ from router.forwarding.exchange import Attempt, Exchange
 from router.forwarding.tracing import spans_of
 from router.reading.inbound import Inbound
 from router.reading.names import NOT_ALLOWED
-from router.routing.hindsight import regret_s
+from router.routing.regret import regret_s
 from router.telemetry.log import RequestLog, RequestRecord
 from router.telemetry.metrics import Metrics
 from router.telemetry.tenants import TenantMetrics

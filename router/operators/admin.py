@@ -74,7 +74,7 @@ class Admin:
             inbound = await self._reading.explained(body, request.headers, tenant, admitted)
         named = {"tenant": tenant.name} if headers.TENANT in request.headers else {}
         note(request, model=escaped(inbound.model), **named)
-        choice, pods, views = self._chooser.explain(inbound)
+        choice, pods = self._chooser.explain(inbound)
         scores = {score.pod_id: asdict(score) for score in choice.decision.scores}
         return json_response(
             {
@@ -88,10 +88,10 @@ class Admin:
                 "ttft_predicted_s": choice.decision.predicted_ttft_s,
                 "next_best": None
                 if (rival := choice.decision.rival) is None
-                else {"pod": pods[rival.pod].pod_id, "ttft_predicted_s": rival.ttft_s},
+                else {"pod": pods[rival.pod][0].pod_id, "ttft_predicted_s": rival.ttft_s},
                 "pods": [
-                    {"pod": pod.pod_id, "url": pod.url, "view": asdict(view), "score": scores.get(pod.pod_id)}
-                    for pod, view in zip(pods, views, strict=True)
+                    {"pod": pod.pod_id, "url": pod.url, "view": view, "score": scores.get(pod.pod_id)}
+                    for pod, view in pods
                 ],
             }
         )

@@ -72,6 +72,6 @@ class PodList:
                 "engine": {**asdict(pod.facts), "adapters": sorted(pod.facts.adapters)},
                 "adapters_loaded": pod.adapters.loaded,
                 "metrics": self._scraper and self._scraper.status(member.url),
-                "load": asdict(pod.state.view(pod.pod_id, now_s=now_s)),
+                "load": asdict(pod.state.load(now_s)),
             }
         return shown

@@ -55,20 +55,20 @@ class Snapshots:
             row["why"] = member.last_error
         if pod is None:
             return row
-        view = pod.state.view(pod.pod_id, now_s=now_s)
-        known = not view.cost_is_prior and view.cost.token_s >= FASTEST_TOKEN_S
+        load = pod.state.load(now_s)
+        known = not load.cost_is_prior and load.cost.token_s >= FASTEST_TOKEN_S
         return row | {
             "pod": pod.pod_id,
             "model": pod.model,
             "engine": pod.facts.engine,
             "per_s": round(rates.get(pod.pod_id, 0.0), 2),
             "own": pod.in_flight,
-            "in_flight": view.in_flight,
-            "queue_tokens": view.in_flight_uncached_tokens,
-            "queue_s": round(max(0.0, view.prefill_free_at_s - now_s), 4),
-            "decoding": view.decoding,
-            "kv_used": round(view.kv_used, 4),
-            "tokens_per_s": round(1 / view.cost.token_s) if known else None,
+            "in_flight": load.in_flight,
+            "queue_tokens": load.uncached_tokens,
+            "queue_s": round(load.queue_s, 4),
+            "decoding": load.decoding,
+            "kv_used": round(load.kv_used, 4),
+            "tokens_per_s": round(1 / load.cost.token_s) if known else None,
         }
 
     def prefixes(self, hottest: Sequence[HotPrefix]) -> list[dict[str, Any]]:

@@ -77,6 +77,8 @@ class Peers:
         self._sink = sink
         self._own = own
         self._peers: dict[Life, Peer] = {}
+        self._stopped: dict[Life, int] = {}
+        """The last message of gateways that have stopped, the oldest first: the stream still has their messages."""
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -99,7 +101,7 @@ class Peers:
     def hear(self, message: PeerMessage | Assumed, sent_at_s: float, *, is_past: bool = False) -> Heard:
         """Note that a message has come, sent at `sent_at_s` of this process's clock. `is_past`: it was sent before this
         gateway listened. What is missing before such a message does not matter, because the load has it."""
-        if message.life == self._own:
+        if message.life == self._own or message.seq <= self._stopped.get(message.life, 0):
             return Heard(is_news=False)
         peer = self._peers.get(message.life)
         if peer is None:
@@ -143,6 +145,9 @@ class Peers:
         if message.is_last:
             self._finish(peer, list(peer.in_flight), now_s)
             self._remove(peer)
+            self._stopped[message.life] = message.seq
+            if len(self._stopped) > MAX_GATEWAYS:
+                del self._stopped[next(iter(self._stopped))]
         return heard
 
     def replay(

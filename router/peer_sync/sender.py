@@ -78,6 +78,8 @@ class PeerSender:
         with suppress(*REDIS_ERRORS):
             async with asyncio.timeout(LAST_WORD_S):
                 await self._wire.reset()
+                if self._outbox.resend_at_s < math.inf:
+                    self._outbox.resend_at_s = -math.inf  # there is no later
                 while len(self._outbox) or self._unsent is not None or self._outbox.resend_at_s < math.inf:
                     await self._send()
                 for pod in self._plan.unwritten(self._peers.alive(asyncio.get_running_loop().time())):

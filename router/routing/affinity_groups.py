@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +16,11 @@ from router.routing.ring import Rings
 from router.routing.run import Run
 from router.routing.shares import Popularity, TrafficShares
 from router.views.latency import prefill_s
-from router.views.pick import bound_per_weight, decide, load, lowest
-from router.views.table import Floats, PodTable, WidePods, WidePolicy
-from router.views.types import Decision, PodId, PodView, RequestInfo
+from router.views.pick import decide, lowest, requests_per_weight
+from router.views.table import CandidatePods, Floats, PodTable
+from router.views.types import Decision, PodId, RequestInfo
+
+Group = Sequence[PodId] | frozenset[PodId]
 
 _ELSEWHERE = 1e9
 """A number of tokens above any load: added to a pod's score, it moves the pod behind all others."""
@@ -49,7 +51,7 @@ class _Groups:
     rest: frozenset[PodId] = frozenset()
 
 
-class AffinityGroups(WidePolicy):
+class AffinityGroups:
     """Finds the request's deepest popular prefix that has a group, and chooses the least loaded pod of that group.
 
     A prefix whose own traffic is worth `min_pods` pods owns a group: k successive pods of the ring. k follows the
@@ -81,85 +83,60 @@ class AffinityGroups(WidePolicy):
         self._run = Run()
         self._turns = Turns()
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
         """See `Policy.choose`. Scores are loads in tokens. Pods outside the group score behind all others. Pods that
         hold recurring text, and pods that take turns, score before all others."""
-        ids = frozenset(pod.pod_id for pod in pods)
-        groups = self._current(ids, lambda key: list(self._rings.successors(key, pods)), request.now_s)
+        table, now_s = pods.table, request.now_s
+        groups = self._current(pods, now_s)
         group, depth = self._group(groups, request)
-        recent = self._recent_requests(pods, request.now_s)
-        even = _within(_EVEN, recent, pods)
-        scores = [load(pod) + _ELSEWHERE for pod in pods]
-        longest = max([pod.matched_tokens for pod in pods])
-        nearby = _candidates(request, pods, longest, group, depth)
-        for i in [i for i in even if pods[i].pod_id in nearby] or _nearest(even, pods):
-            scores[i] = load(pods[i])
+        recent = self._recent_requests(table, pods.columns.weight, now_s)
         common = self._run.common(request)
-        queued = 0.0
-        if self._run.is_pair(common):
-            queued = min([pod.in_flight_uncached_tokens for pod in pods if pod.matched_tokens == longest])
-        if self._takes_turns(request, common, longest, queued, depth, len(group), len(pods)):
-            limit = bound_per_weight(pods, self._bound)
-            for i in even:
-                if pods[i].in_flight <= limit * pods[i].weight + _SLACK:
-                    scores[i] = self._turns.last(pods[i].pod_id) - _ELSEWHERE
-        else:
-            for i in self._homes(request, depth, _within(_EVEN_AT_HOME, recent, pods), pods):
-                scores[i] = load(pods[i]) - _ELSEWHERE
+        scores = self._scores(request, pods, group, depth, recent, common)
         chosen = lowest(request, pods, scores)
         if explain:
             return decide(self.name, pods, chosen, scores)
         if groups is not self._groups:
-            self._count_joined([pod.pod_id for pod in pods], recent, request.now_s)
+            self._count_joined(table.ids, recent.tolist(), now_s)
             self._groups = groups
-        pod, decoding = pods[chosen], sum([view.decoding for view in pods]) / len(pods)
-        work_s = _work_s(request, pod.cost, pod.overhead_s, pod.matched_tokens, decoding)
-        self._remember(request, pod.pod_id, work_s, common)
+        decoding = float(pods.columns.decoding.sum()) / len(table)
+        overhead_s = float(pods.columns.overhead_s[chosen])
+        work_s = _work_s(request, table.costs[chosen], overhead_s, pods.matched_by(chosen), decoding)
+        self._remember(request, table.ids[chosen], work_s, common)
         return decide(self.name, pods, chosen)
 
-    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
-        """See `WidePolicy.choose_wide`; the steps are those of `choose`."""
-        table, columns, now_s = pods.table, pods.columns, request.now_s
-        ids, weights = table.ids, columns.weight.tolist()
+    def _scores(
+        self, request: RequestInfo, pods: CandidatePods, group: Group, depth: int, recent: Floats, common: int
+    ) -> Floats:
+        """Return each pod's score. `depth`: popular keys of the request. `recent`: each pod's requests in the last
+        minutes. `common`: keys in common with the requests before."""
+        table, columns = pods.table, pods.columns
         matched = np.zeros(len(table)) if pods.matched is None else pods.matched
-        groups = self._current(
-            table.id_set, lambda key: [ids[row] for row in self._rings.successors_wide(key, pods)], now_s
-        )
-        group, depth = self._group(groups, request)
-        recent = self._recent_wide(table, columns.weight, now_s)
-        sent = sum(recent.tolist())
-        is_even = recent <= _EVEN * sent / sum(weights) * columns.weight + _SLACK
-        loads = pods.load(now_s)
+        loads = pods.load(request.now_s)
+        share = columns.weight * (sum(recent.tolist()) / sum(columns.weight.tolist()))
+        is_even = recent <= _EVEN * share + _SLACK
         is_candidate = is_even & _is_candidate(request, table, matched, pods.longest, group, depth)
-        if not is_candidate.any():
+        if not is_candidate.any():  # the pods that hold most of the prefix, if a group's pods have all had too many
             is_candidate = is_even & (matched == matched[is_even].max())
         scores = loads + _ELSEWHERE
         scores[is_candidate] = loads[is_candidate]
-        limit = self._bound * (float(columns.in_flight.sum()) + 1) / sum(weights)
-        is_free = columns.in_flight <= limit * columns.weight + _SLACK
-        common = self._run.common(request)
-        queued = float(pods.uncached(now_s)[matched == pods.longest].min()) if self._run.is_pair(common) else 0.0
+        is_free = columns.in_flight <= requests_per_weight(pods, self._bound) * columns.weight + _SLACK
+        queued = 0.0
+        if self._run.is_pair(common):
+            queued = float(pods.uncached(request.now_s)[matched == pods.longest].min())
         if self._takes_turns(request, common, pods.longest, queued, depth, len(group), len(table)):
             is_free &= is_even
-            scores[is_free] = self._turns.lasts(ids)[is_free] - _ELSEWHERE
+            scores[is_free] = self._turns.lasts(table.ids)[is_free] - _ELSEWHERE
         else:
-            is_home = recent <= _EVEN_AT_HOME * sent / sum(weights) * columns.weight + _SLACK
-            is_home &= matched >= _beyond(request, depth) - 1
-            is_home &= is_free
+            # Pods with the longest match beyond the popular keys that are not too busy. They may be outside the group,
+            # because groups change while a conversation lasts.
+            is_home = is_free & (recent <= _EVEN_AT_HOME * share + _SLACK) & (matched >= _beyond(request, depth) - 1)
             is_home &= matched == matched[is_home].max(initial=0.0)
             scores[is_home] = loads[is_home] - _ELSEWHERE
-        chosen = pods.lowest(request, scores)
-        if groups is not self._groups:
-            self._count_joined(ids, recent.tolist(), now_s)
-            self._groups = groups
-        decoding = float(columns.decoding.sum()) / len(table)
-        overhead_s = float(pods.columns.overhead_s[chosen])
-        work_s = _work_s(request, table.costs[chosen], overhead_s, pods.matched_by(chosen), decoding)
-        self._remember(request, ids[chosen], work_s, common)
-        return pods.decision(self.name, chosen)
+        return scores
 
-    def _recent_wide(self, table: PodTable, weights: Floats, now_s: float) -> Floats:
-        """As `_recent_requests`."""
+    def _recent_requests(self, table: PodTable, weights: Floats, now_s: float) -> Floats:
+        """Return each pod's number of requests in the last minutes. A pod that has just joined or come back counts with
+        the mean of the others: otherwise it would get every new prefix until it had caught up."""
         recent = self._recent.all_tokens(table.ids, now_s)
         if self._groups.pods is table.id_set:
             return recent
@@ -197,22 +174,14 @@ class AffinityGroups(WidePolicy):
         self._recent.add(pod_id, 1.0, request.now_s)
         self.shares.record(request.keys, work_s, request.now_s)
 
-    def _group(self, groups: _Groups, request: RequestInfo) -> tuple[Sequence[PodId] | frozenset[PodId], int]:
+    def _group(self, groups: _Groups, request: RequestInfo) -> tuple[Group, int]:
         """Return the pods for the request, and how many of its keys are popular."""
-        group: Sequence[PodId] | frozenset[PodId] = groups.rest
+        group: Group = groups.rest
         for depth, key in enumerate(request.keys):
             if key not in groups.popular:
                 return group, depth
             group = groups.owned.get(key, group)
         return group, len(request.keys)
-
-    def _recent_requests(self, pods: Sequence[PodView], now_s: float) -> list[float]:
-        """Return each pod's number of requests in the last minutes. A pod that has just joined or come back counts with
-        the mean of the others: otherwise it would get every new prefix until it had caught up."""
-        there = [pod for pod in pods if pod.pod_id in self._groups.pods]
-        sent = {pod.pod_id: self._recent.tokens(pod.pod_id, now_s) for pod in there}
-        share = sum(sent.values()) / sum([pod.weight for pod in there]) if there else 0.0
-        return [sent.get(pod.pod_id, share * pod.weight) for pod in pods]
 
     def _count_joined(self, ids: Sequence[PodId], recent: Sequence[float], now_s: float) -> None:
         """Store the numbers that `_recent_requests` assumed for pods that have just joined."""
@@ -220,20 +189,9 @@ class AffinityGroups(WidePolicy):
             if pod_id not in self._groups.pods:
                 self._recent.add(pod_id, count - self._recent.tokens(pod_id, now_s), now_s)
 
-    def _homes(self, request: RequestInfo, depth: int, even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
-        """Return those of the pods `even` that have the longest match beyond the popular keys and are not too busy.
-        They may be outside the group, because groups change while a conversation lasts."""
-        holders = [i for i in even if pods[i].matched_tokens >= _beyond(request, depth) - 1]
-        if not holders:
-            return []
-        limit = bound_per_weight(pods, self._bound)
-        free = [i for i in holders if pods[i].in_flight <= limit * pods[i].weight + _SLACK]
-        longest = max([pods[i].matched_tokens for i in free], default=0)
-        return [i for i in free if pods[i].matched_tokens == longest]
-
-    def _current(self, ids: frozenset[PodId], ring: _RingOrder, now_s: float) -> _Groups:
+    def _current(self, pods: CandidatePods, now_s: float) -> _Groups:
         """Return the current groups, rebuilt if they are old or a pod is new, but not if a retry leaves a pod out."""
-        groups = self._groups
+        groups, ids = self._groups, pods.table.id_set
         if now_s - groups.made_at_s < self._refresh_s and (ids is groups.pods or ids <= groups.pods):
             return groups
         popular = self.shares.popular(self._min_pods / len(ids), now_s) if self._seen >= _FIRST_REQUESTS else {}
@@ -242,7 +200,8 @@ class AffinityGroups(WidePolicy):
         wanted = self._sizes(popular, len(ids))
         for key in sorted(wanted, key=lambda key: (-wanted[key], key)):
             own_pods = popular[key].own * len(ids)
-            owned[key] = _place(ring(key), wanted[key], worth, own_pods / wanted[key])
+            ring = [pods.table.ids[row] for row in self._rings.successors(key, pods)]
+            owned[key] = _place(ring, wanted[key], worth, own_pods / wanted[key])
         unowned = 1 - sum(popular[key].own for key in owned)
         count = max(1, round(unowned * len(ids)))
         rest = frozenset(sorted(ids, key=lambda pod_id: (worth[pod_id], pod_id))[:count])
@@ -258,10 +217,6 @@ class AffinityGroups(WidePolicy):
                 keeps = now and abs(exact - now) <= self._hysteresis
                 sizes[key] = min(pods, now if keeps else max(1, round(exact)))
         return sizes
-
-
-_RingOrder = Callable[[PrefixKey], list[PodId]]
-"""All pods in ring order from a key."""
 
 
 def _place(ring: list[PodId], count: int, worth: defaultdict[PodId, float], each: float) -> tuple[PodId, ...]:
@@ -282,10 +237,11 @@ def _is_candidate(
     table: PodTable,
     matched: Floats,
     longest: int,
-    group: Sequence[PodId] | frozenset[PodId],
+    group: Group,
     depth: int,
 ) -> NDArray[np.bool_]:
-    """As `_candidates`."""
+    """Return every pod if neither the popular keys nor any pod's match make up half of the prompt. Otherwise return the
+    group. If both the popular keys and the longest match make up half, the pods with that match are added."""
     popular = depth * request.prompt_tokens / max(1, len(request.keys))
     least = _NEAR * request.prompt_tokens
     if max(longest, popular) < least:
@@ -295,36 +251,6 @@ def _is_candidate(
     if popular >= least and longest >= least:
         is_candidate |= matched == longest
     return is_candidate
-
-
-def _candidates(
-    request: RequestInfo,
-    pods: Sequence[PodView],
-    longest: int,
-    group: Sequence[PodId] | frozenset[PodId],
-    depth: int,
-) -> Sequence[PodId] | frozenset[PodId]:
-    """Return every pod if neither the popular keys nor any pod's match make up half of the prompt. Otherwise return the
-    group. If both the popular keys and the longest match make up half, the pods with that match are added."""
-    popular = depth * request.prompt_tokens / max(1, len(request.keys))
-    least = _NEAR * request.prompt_tokens
-    if max(longest, popular) < least:
-        return frozenset(pod.pod_id for pod in pods)
-    if popular < least or longest < least:
-        return group
-    return frozenset((*group, *(pod.pod_id for pod in pods if pod.matched_tokens == longest)))
-
-
-def _within(bound: float, recent: Sequence[float], pods: Sequence[PodView]) -> list[int]:
-    """Return the pods with at most `bound` times their share of the recent requests."""
-    limit = bound * sum(recent) / sum([pod.weight for pod in pods])
-    return [i for i, pod in enumerate(pods) if recent[i] <= limit * pod.weight + _SLACK]
-
-
-def _nearest(even: Sequence[int], pods: Sequence[PodView]) -> list[int]:
-    """Return the pods that hold the most of the prefix: they take requests if a group's pods have all had too many."""
-    longest = max([pods[i].matched_tokens for i in even])
-    return [i for i in even if pods[i].matched_tokens == longest]
 
 
 def _work_s(request: RequestInfo, cost: StepCost, overhead_s: float, matched_tokens: int, decoding: float) -> float:

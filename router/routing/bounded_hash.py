@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from router.routing.least_loaded import LeastLoaded
-from router.routing.ring import Rings, position
-from router.views.pick import bound_per_weight, decide
-from router.views.table import WidePods, WidePolicy
-from router.views.types import Decision, PodView, RequestInfo
+from router.routing.ring import Rings
+from router.views.pick import decide, requests_per_weight
+from router.views.table import CandidatePods
+from router.views.types import Decision, RequestInfo
 
 
-class BoundedHash(WidePolicy):
+class BoundedHash:
     """As `prefix_hash`, but takes the first pod on the ring with at most `bound` times its share of requests in flight.
 
     Shares are by weight and count the new request, so some pod always qualifies.
@@ -25,30 +27,16 @@ class BoundedHash(WidePolicy):
         self._rings = Rings()
         self._keyless = LeastLoaded()
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
         """See `Policy.choose`. Scores are places on the ring; pods past the bound score behind all others."""
         if not request.keys:
-            decision = self._keyless.choose(request, pods, explain=explain)
-            return decide(self.name, pods, decision.pod, [score.score for score in decision.scores])
-        key = request.keys[: self._depth_strides][-1]
-        limit = bound_per_weight(pods, self._bound)
+            return replace(self._keyless.choose(request, pods, explain=explain), policy=self.name)
+        columns = pods.columns
+        fits = columns.in_flight <= requests_per_weight(pods, self._bound) * columns.weight
+        successors = self._rings.successors(request.keys[: self._depth_strides][-1], pods)
         if not explain:
-            fits = {pod.pod_id for pod in pods if pod.in_flight <= limit * pod.weight}
-            owner = next(pod_id for pod_id in self._rings.successors(key, pods) if pod_id in fits)
-            return decide(self.name, pods, position(pods, owner))
-        order = list(self._rings.successors(key, pods))
-        places = [float(order.index(pod.pod_id)) for pod in pods]
-        over = [0.0 if pod.in_flight <= limit * pod.weight else float(len(pods)) for pod in pods]
-        parts = [{"place": place, "over_bound": extra} for place, extra in zip(places, over, strict=True)]
-        scores = [place + extra for place, extra in zip(places, over, strict=True)]
-        return decide(self.name, pods, scores.index(min(scores)), scores, parts)
-
-    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
-        """See `WidePolicy.choose_wide`."""
-        if not request.keys:
-            return pods.decision(self.name, self._keyless.choose_wide(request, pods).pod)
-        key = request.keys[: self._depth_strides][-1]
-        in_flight, weight = pods.columns.in_flight, pods.columns.weight
-        limit = self._bound * (float(in_flight.sum()) + 1) / sum(weight.tolist())
-        fits = in_flight <= limit * weight
-        return pods.decision(self.name, next(row for row in self._rings.successors_wide(key, pods) if fits[row]))
+            return decide(self.name, pods, next(row for row in successors if fits[row]))
+        place = np.argsort(list(successors)).astype(np.float64)
+        over_bound = np.where(fits, 0.0, float(len(fits)))
+        scores = place + over_bound
+        return decide(self.name, pods, int(scores.argmin()), scores, {"place": place, "over_bound": over_bound})

@@ -14,7 +14,7 @@ from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefix_hash import PrefixHash
 from router.routing.round_robin import RoundRobin
 from router.routing.shares import TrafficShares
-from router.views.types import Policy
+from router.views.table import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,6 @@ class PolicyOptions:
     """affinity_groups: keys counted. Up to twice as many are kept, which takes about 2 MB."""
     share_depth_strides: int = 128
     """affinity_groups: leading strides of a request that are counted."""
-    host_share: float = 0.2
-    """predicted_ttft: seconds to fetch a token from host memory, as a share of its prefill. The pod fetches only if
-    that is faster than prefill, so the true share lies between 0 and 1."""
-    disk_share: float = 0.5
-    """predicted_ttft: the same for disk."""
-    pressure_weight: float = 0.05
-    """predicted_ttft: weight of KV pressure; at 0.05 a pod that is 90 % full costs a third of a cold prefill extra."""
-    stall_weight: float = 0.05
-    """predicted_ttft: cost of a second of prefill for each decoding request that waits for it."""
-    switch_margin: float = 0.05
-    """predicted_ttft: share of the duplicated prefill by which another pod must be better than the pod with the
-    longest match, because a duplicate also evicts something."""
-    same_speed: float = 0.5
-    """predicted_ttft: pods whose learnt speed is within this share of the median pod's count as equally fast."""
 
     def __post_init__(self) -> None:
         """Raise ValueError that names the option if one is out of range."""
@@ -62,17 +48,8 @@ class PolicyOptions:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"policy option {name} must be above 0, not {getattr(self, name)}")
-        for name in (
-            "group_refresh_s",
-            "host_share",
-            "disk_share",
-            "pressure_weight",
-            "stall_weight",
-            "switch_margin",
-            "same_speed",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"policy option {name} must be at least 0, not {getattr(self, name)}")
+        if not self.group_refresh_s >= 0:
+            raise ValueError(f"policy option group_refresh_s must be at least 0, not {self.group_refresh_s}")
         if not self.load_bound > 1:
             raise ValueError(f"policy option load_bound must be above 1, not {self.load_bound}")
         for name in ("match_share", "match_min_prompt_share"):
@@ -97,17 +74,6 @@ def _affinity_groups(options: PolicyOptions) -> Policy:
     )
 
 
-def _predicted_ttft(options: PolicyOptions) -> Policy:
-    return PredictedTtft(
-        host_share=options.host_share,
-        disk_share=options.disk_share,
-        pressure_weight=options.pressure_weight,
-        stall_weight=options.stall_weight,
-        switch_margin=options.switch_margin,
-        same_speed=options.same_speed,
-    )
-
-
 _MAKERS: Mapping[str, Callable[[PolicyOptions], Policy]] = MappingProxyType(
     {
         "round_robin": lambda options: RoundRobin(),
@@ -116,7 +82,7 @@ _MAKERS: Mapping[str, Callable[[PolicyOptions], Policy]] = MappingProxyType(
         "bounded_hash": lambda options: BoundedHash(options.hash_depth_strides, options.load_bound),
         "cache_aware": lambda options: CacheAware(options.match_share, options.match_min_prompt_share),
         "affinity_groups": _affinity_groups,
-        "predicted_ttft": _predicted_ttft,
+        "predicted_ttft": lambda options: PredictedTtft(),
     }
 )
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from router.routing.shares import ShareReport, TrafficShares
-from router.views.pod_partition import Parting, parted
+from router.views.pod_partition import PodPartition, partition_of
 
 _HALF_LIFE_S = 20.0
 _FRESH_S = 5.0
@@ -27,7 +27,7 @@ class PrefillShares:
     A report shows what other gateways sent, but it comes late. Until then a pod that was just sent a long prompt looks
     idle to all other gateways. So each gateway first tries a stretch of the pods that is as long as its share of the
     work, and knows nearly all requests on these pods at once. On other pods it allows for unseen requests; see
-    `Parting`.
+    `PodPartition`.
     """
 
     def __init__(self, own: str) -> None:
@@ -39,8 +39,8 @@ class PrefillShares:
         self._since_s = 0.0
         self._others: dict[str, tuple[float, float]] = {}
         """Name -> (seconds of prefill, time of the message), longest silent first."""
-        self._parting: Parting | None = None
-        self._parted_until_s = -math.inf
+        self._partition: PodPartition | None = None
+        self._valid_until_s = -math.inf
 
     def sent(self, work_s: float) -> None:
         """Count prefill that this gateway sends."""
@@ -50,7 +50,7 @@ class PrefillShares:
         """Return this gateway's recent prefill in seconds, for the others' `merge`."""
         self._own_s = _decayed(self._own_s, now_s - self._as_of_s) + self._since_s
         self._as_of_s, self._since_s = now_s, 0.0
-        self._parted_until_s = -math.inf
+        self._valid_until_s = -math.inf
         return self._own_s
 
     def merge(self, gateway: str, work_s: float, as_of_s: float) -> None:
@@ -59,17 +59,17 @@ class PrefillShares:
         if len(self._others) >= _GATEWAYS:
             del self._others[next(iter(self._others))]
         self._others[gateway] = work_s, as_of_s
-        self._parted_until_s = -math.inf
+        self._valid_until_s = -math.inf
 
-    def parting(self, now_s: float) -> Parting | None:
+    def partition(self, now_s: float) -> PodPartition | None:
         """Return this gateway's own pods; None while no other gateway sends anything."""
-        if now_s >= self._parted_until_s:
-            self._parting = self._parted(now_s)
-        return self._parting
+        if now_s >= self._valid_until_s:
+            self._partition = self._computed(now_s)
+        return self._partition
 
-    def _parted(self, now_s: float) -> Parting | None:
+    def _computed(self, now_s: float) -> PodPartition | None:
         self._others = {name: told for name, told in self._others.items() if now_s - told[1] < _FRESH_S}
-        self._parted_until_s = min([at_s for _, at_s in self._others.values()], default=math.inf) + _FRESH_S
+        self._valid_until_s = min([at_s for _, at_s in self._others.values()], default=math.inf) + _FRESH_S
         if not self._others:
             return None
         works_s = {name: _decayed(work_s, now_s - at_s) for name, (work_s, at_s) in self._others.items()}
@@ -80,7 +80,7 @@ class PrefillShares:
             return None
         total_s = math.fsum(works_s.values())
         rate = (total_s - own_s) * math.log(2) / _HALF_LIFE_S
-        return parted(dict(sorted(works_s.items())), self._own, rate * UNSEEN_S, is_told=False)
+        return partition_of(dict(sorted(works_s.items())), self._own, rate * UNSEEN_S, is_synced=False)
 
 
 class ModelShares:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from router.routing.least_loaded import LeastLoaded
-from router.routing.ring import Rings, position
+from router.routing.ring import Rings
 from router.views.pick import decide
-from router.views.table import WidePods, WidePolicy
-from router.views.types import Decision, PodView, RequestInfo
+from router.views.table import CandidatePods
+from router.views.types import Decision, RequestInfo
 
 
-class PrefixHash(WidePolicy):
+class PrefixHash:
     """The ring's owner of the key at `depth_strides`, or of the deepest key of a shorter prompt.
 
     A prompt without a key shares no prefix: it goes to the least loaded pod.
@@ -24,21 +26,12 @@ class PrefixHash(WidePolicy):
         self._rings = Rings()
         self._keyless = LeastLoaded()
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
         """See `Policy.choose`; scores are places on the ring."""
         if not request.keys:
-            decision = self._keyless.choose(request, pods, explain=explain)
-            return decide(self.name, pods, decision.pod, [score.score for score in decision.scores])
-        key = request.keys[: self._depth_strides][-1]
+            return replace(self._keyless.choose(request, pods, explain=explain), policy=self.name)
+        successors = self._rings.successors(request.keys[: self._depth_strides][-1], pods)
         if not explain:
-            return decide(self.name, pods, position(pods, self._rings.owner(key, pods)))
-        order = list(self._rings.successors(key, pods))
-        scores = [float(order.index(pod.pod_id)) for pod in pods]
-        return decide(self.name, pods, scores.index(0.0), scores)
-
-    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
-        """See `WidePolicy.choose_wide`."""
-        if not request.keys:
-            return pods.decision(self.name, self._keyless.choose_wide(request, pods).pod)
-        key = request.keys[: self._depth_strides][-1]
-        return pods.decision(self.name, next(self._rings.successors_wide(key, pods)))
+            return decide(self.name, pods, next(successors))
+        order = list(successors)
+        return decide(self.name, pods, order[0], np.argsort(order).astype(np.float64))

@@ -69,12 +69,9 @@ class RecentWork:
         tokens: NDArray[np.float64] = self._sent.array(ids) / self._unit(now_s)
         return tokens
 
-    def rank(self, pod_id: PodId) -> float:
-        """Return a number that grows with recent work; numbers are comparable until the next `add`."""
-        return self._sent.by_pod.get(pod_id, 0.0)
-
     def ranks(self, ids: Sequence[PodId]) -> NDArray[np.float64]:
-        """`rank` of each of `ids`."""
+        """Return for each of `ids` a number that grows with recent work; numbers are comparable until the next
+        `add`."""
         return self._sent.array(ids)
 
     def add(self, pod_id: PodId, tokens: float, now_s: float) -> None:
@@ -83,7 +80,7 @@ class RecentWork:
         if unit > _RESCALE_AT:
             self._sent.divide(unit)
             self._origin_s, unit = now_s, 1.0
-        self._sent.set(pod_id, self.rank(pod_id) + tokens * unit)
+        self._sent.set(pod_id, self._sent.by_pod.get(pod_id, 0.0) + tokens * unit)
 
     def _unit(self, now_s: float) -> float:
         return float(2.0 ** min((now_s - self._origin_s) / self._half_life_s, 1000.0))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 
 import numpy as np
 from uhashring import HashRing
 from xxhash import xxh3_64_intdigest
 
 from engine.contract.keys import PrefixKey
-from router.views.table import Floats, PodTable, WidePods
-from router.views.types import PodId, PodView
+from router.views.table import CandidatePods, Floats, PodTable
+from router.views.types import PodId
 
 VNODES = 100
 """Points on the ring of a pod of weight 1: shares of equal pods then differ by about 10 %."""
@@ -24,30 +23,19 @@ class Rings:
 
     def __init__(self) -> None:
         self._rings: dict[frozenset[tuple[PodId, float]], HashRing] = {}
-        self._wide: tuple[PodTable, Floats, HashRing] | None = None
+        self._last: tuple[PodTable, Floats, HashRing] | None = None
         """The table for which a ring was last needed, its weights then, and the ring."""
 
-    def owner(self, key: PrefixKey, pods: Sequence[PodView]) -> PodId:
-        """The first pod at or after `key` on the ring."""
-        return PodId(self._ring_of(pods).get_node(str(key)))
-
-    def successors(self, key: PrefixKey, pods: Sequence[PodView], count: int | None = None) -> Iterator[PodId]:
-        """Yield distinct pods in ring order from `key`: all, or the first `count`."""
-        return islice((PodId(name) for name in self._ring_of(pods).iterate_nodes(str(key))), count)
-
-    def successors_wide(self, key: PrefixKey, pods: WidePods) -> Iterator[int]:
-        """Yield the rows of all `successors`."""
-        weights, wide = pods.columns.weight, self._wide
-        if wide is None or wide[0] is not pods.table or not np.array_equal(wide[1], weights):
+    def successors(self, key: PrefixKey, pods: CandidatePods) -> Iterator[int]:
+        """Yield the rows of all pods in ring order from `key`."""
+        weights, last = pods.columns.weight, self._last
+        if last is None or last[0] is not pods.table or not np.array_equal(last[1], weights):
             of_pods = zip(pods.table.ids, weights.tolist(), strict=True)
-            wide = self._wide = (pods.table, weights.copy(), self._ring(frozenset(of_pods)))
-        for name in wide[2].iterate_nodes(str(key)):
+            last = self._last = (pods.table, weights.copy(), self._ring(frozenset(of_pods)))
+        for name in last[2].iterate_nodes(str(key)):
             row = pods.table.row(PodId(name))
             assert row is not None
             yield row
-
-    def _ring_of(self, pods: Sequence[PodView]) -> HashRing:
-        return self._ring(frozenset([(pod.pod_id, pod.weight) for pod in pods]))
 
     def _ring(self, weights: frozenset[tuple[PodId, float]]) -> HashRing:
         ring = self._rings.pop(weights, None)
@@ -62,8 +50,3 @@ class Rings:
 
 def _hash(name: str) -> int:
     return xxh3_64_intdigest(name.encode())
-
-
-def position(pods: Sequence[PodView], pod_id: PodId) -> int:
-    """Index of the pod with that id."""
-    return next(i for i, pod in enumerate(pods) if pod.pod_id == pod_id)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from engine.common.settings import Settings, group
+from router.overload.standing import Goals
+
+_SECONDS = re.compile(r"[0-9]{1,4}(\.[0-9]{1,3})?")
 
 
 @group("Overload", common=("queue_timeout_s", "max_in_flight", "max_body_bytes"))
@@ -18,6 +22,12 @@ class OverloadSettings(Settings):
         ge=0,
         description="longest wait while every engine of a model is saturated, below your clients' patience; a request "
         "that would wait longer is answered 429 at once; 0: never wait, engines queue",
+    )
+    ttft_goals: list[str] = Field(
+        [],
+        description="SECONDS or MODEL=SECONDS: while more comes than the engines can do, requests whose first token "
+        "would come later are answered 429, so that the others are in time; 0: keep them all, for batch jobs; default: "
+        "1 s plus 4 times what the prompt takes on an idle engine",
     )
     max_in_flight: int = Field(4096, ge=1, description="requests in flight; one more is answered 429")
     max_pod_requests: int = Field(
@@ -43,12 +53,33 @@ class OverloadSettings(Settings):
     )
 
     @property
+    def goals(self) -> Goals:
+        """Return the goals of first tokens. Raises ValueError, which names the entry."""
+        gateway_s: float | None = None
+        by_model_s: dict[str, float] = {}
+        for text in self.ttft_goals:
+            model, equals, seconds = (part.strip() for part in text.rpartition("="))
+            if not _SECONDS.fullmatch(seconds) or bool(equals) != bool(model):
+                raise ValueError(
+                    f"--ttft-goals has {text!r}; it must be SECONDS or MODEL=SECONDS, as in 2,qwen3-8b=1.5"
+                )
+            if model in by_model_s or (not model and gateway_s is not None):
+                raise ValueError(f"--ttft-goals has {text!r}, and another goal for the same: one is enough")
+            if model:
+                by_model_s[model] = float(seconds)
+            else:
+                gateway_s = float(seconds)
+        return Goals(gateway_s, by_model_s)
+
+    @property
     def max_in_flight_body_bytes(self) -> int:
         """`max_in_flight_body_mib` in bytes."""
         return self.max_in_flight_body_mib * 2**20
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:
+        if self.goals != Goals() and not self.queue_timeout_s:
+            raise ValueError("--ttft-goals needs --queue-timeout-s: without a queue no request is held")
         if self.max_pod_requests and not self.queue_timeout_s:
             raise ValueError("--max-pod-requests needs --queue-timeout-s: requests beyond it have to wait")
         if self.max_in_flight_body_bytes < self.max_body_bytes:

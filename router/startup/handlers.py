@@ -98,7 +98,7 @@ from router.telemetry.inference import InferenceValues
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import ScrapedValues
 from router.telemetry.registry import KvEventValues
-from router.views.types import Policy
+from router.views.table import Policy
 
 ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
 """Order of the body's field `priority`: vLLM takes the lowest first, SGLang the highest (unless it has
@@ -160,6 +160,7 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
             settings.queue_timeout_s,
             settings.activation_timeout_s,
             LineLimits(constants.queue_requests, constants.queue_mib * MIB, settings.max_pod_requests),
+            settings.goals,
         ),
     )
     limits = Limits(

@@ -18,11 +18,6 @@ STEP_TOKENS = 2048
 """Prefill tokens of one step; engines do not report it. It is the bundled engine's default, and was long the default
 of vLLM's `max_num_batched_tokens`. If steps are larger, decoding counts for too much beside very long prompts."""
 
-EVENNESS = 4.0
-"""Among equally warm pods, a pod with a request that has no first token yet gets a surcharge: this many times what
-would be left of a step that began when the pod was last sent a request. Above 4 hardly anything changes
-(`router/DECISIONS.md`)."""
-
 _UNIT_TOKENS = 1000
 
 

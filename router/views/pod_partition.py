@@ -27,7 +27,7 @@ _GATEWAYS = 256
 """Gateways that are counted at a time."""
 
 
-class Parting(NamedTuple):
+class PodPartition(NamedTuple):
     """The own pods of one gateway: a stretch of all pods in order of pod id."""
 
     low: float
@@ -35,9 +35,9 @@ class Parting(NamedTuple):
     """The stretch goes from `low` to `high`, as parts of all pods, 0 to 1."""
     unseen_s: float
     """Seconds of prefill that another gateway may have sent to one of its own pods without having told this one yet."""
-    meets: tuple[float, ...] = ()
+    borders: tuple[float, ...] = ()
     """Where the stretches of all gateways meet, 0 to 1, ascending; empty: all others count as one gateway."""
-    is_told: bool = False
+    is_synced: bool = False
     """Whether gateways tell each other of each request at once. If not, several may make the same copy."""
 
     @property
@@ -45,7 +45,7 @@ class Parting(NamedTuple):
         """The share of all gateways' work that this gateway's requests stand for: its own share, but at least an even
         one. With less, a request would stand for dozens of others that may be nothing like it. 1 if gateways do not
         tell each other of requests."""
-        return max(1 / (len(self.meets) + 1), self.high - self.low) if self.is_told else 1.0
+        return max(1 / (len(self.borders) + 1), self.high - self.low) if self.is_synced else 1.0
 
     def part(self, row: int, pods: int) -> float:
         """Return how much of the pod in place `row` of `pods` pods is this gateway's own, 0 to 1."""
@@ -70,11 +70,11 @@ class Parting(NamedTuple):
         request already, so a guest takes the pod that its owner takes last. Each guest begins with the pods of the
         gateway after itself, so that two guests do not choose the same pod either.
         """
-        gateways = len(self.meets) + 1
-        own = bisect_right(self.meets, (self.low + self.high) / 2)
+        gateways = len(self.borders) + 1
+        own = bisect_right(self.borders, (self.low + self.high) / 2)
         by_owner: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
-            by_owner.setdefault(bisect_right(self.meets, (row + 0.5) / pods), []).append(i)
+            by_owner.setdefault(bisect_right(self.borders, (row + 0.5) / pods), []).append(i)
         found = [0.0] * len(rows)
         for owner, places in by_owner.items():
             order = sorted([ranks[i] for i in places])
@@ -83,23 +83,23 @@ class Parting(NamedTuple):
         return found
 
 
-def parted(works_s: Mapping[str, float], own: str, unseen_s: float, *, is_told: bool) -> Parting:
+def partition_of(works_s: Mapping[str, float], own: str, unseen_s: float, *, is_synced: bool) -> PodPartition:
     """Return the pods of the gateway `own`. `works_s`: recent prefill by gateway, in the order of names."""
     gateways = len(works_s)
     *sums_s, total_s = accumulate(works_s.values())
     even_s = total_s / gateways
     if all(abs(work_s - even_s) <= EQUAL * even_s for work_s in works_s.values()):
-        meets = tuple([number / gateways for number in range(1, gateways)])
+        borders = tuple([number / gateways for number in range(1, gateways)])
     else:
-        meets = tuple([sum_s / total_s for sum_s in sums_s])
+        borders = tuple([sum_s / total_s for sum_s in sums_s])
     place = list(works_s).index(own)
-    return Parting((0.0, *meets)[place], (*meets, 1.0)[place], unseen_s, meets, is_told)
+    return PodPartition((0.0, *borders)[place], (*borders, 1.0)[place], unseen_s, borders, is_synced)
 
 
-def spared_unseen_s(parting: Parting, token_s: float, spared_tokens: float) -> float:
+def spared_unseen_s(partition: PodPartition, token_s: float, spared_tokens: float) -> float:
     """Return `unseen_s` for a pod with the longest match, which is `spared_tokens` longer than on some other pod. It is
     at most half of the prefill of these tokens: otherwise unseen requests that may not exist would cause copies."""
-    return min(parting.unseen_s, _COPY_SHARE * token_s * spared_tokens) if spared_tokens else parting.unseen_s
+    return min(partition.unseen_s, _COPY_SHARE * token_s * spared_tokens) if spared_tokens else partition.unseen_s
 
 
 class Gateways:
@@ -147,7 +147,7 @@ class Gateways:
         self._delay_s += _DELAY_FOLLOW * (min(max(0.0, delay_s), _MOST_DELAY_S) - self._delay_s)
         self._add(gateway, work_s, now_s)
 
-    def parting(self, now_s: float) -> Parting | None:
+    def partition(self, now_s: float) -> PodPartition | None:
         """This gateway's own pods; None while it is the only one that sends anything."""
         if len(self._work_s) < 2:
             return None
@@ -161,7 +161,7 @@ class Gateways:
         counted = 1 - math.exp2(-max(_LEAST_S, now_s - self._began_s) / _HALF_LIFE_S)
         rate = (total_s - own_s) / self._unit(now_s) * math.log(2) / (_HALF_LIFE_S * counted)
         unseen_s = min(rate * self._delay_s, self._usual_s or 0.0)
-        return parted(works_s, self._own, unseen_s, is_told=True)
+        return partition_of(works_s, self._own, unseen_s, is_synced=True)
 
     def _add(self, gateway: str, work_s: float, now_s: float) -> None:
         self._began_s = min(self._began_s, now_s)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import LoadReport, StepCost
 from router.views.latency import decode_s, further_steps, prefill_s, step_left_s
+from router.views.overdue import OverdueElsewhere
+from router.views.pod_row import EARLY_S, PodRow
 from router.views.reported import FRESH_S, Counts, Reported
-from router.views.row import EARLY_S, PodRow, fullness
 from router.views.sent import Mark, Sent
 from router.views.speeds import PodSpeed, SpeedPool
-from router.views.types import PodId, PodView
-from router.views.unheard import Unheard
 
 USUAL_TOKENS = 512.0
 """Uncached prompt tokens assumed of an unknown request, on a pod to which this gateway has sent nothing yet."""
@@ -21,6 +21,28 @@ _FOLLOW = 0.05
 """Weight of a new request in the mean of those sent."""
 REPORT_LAG_S = 0.1
 """A report may lack what was sent this long before it came: publishing takes up to 50 ms, transport the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodLoad:
+    """The load of a pod at one moment, for people."""
+
+    in_flight: int
+    """Requests that the pod has not finished."""
+    uncached_tokens: int
+    """Prompt tokens of these requests that are still to be prefilled."""
+    decoding: int
+    context_tokens: int
+    """Tokens in the contexts of the decoding requests."""
+    queue_s: float
+    """Predicted seconds until the queued prefill ends."""
+    kv_used: float
+    """Share of KV blocks that running requests hold, 0 to 1; 0 if unknown."""
+    cost: StepCost
+    cost_is_prior: bool
+    """Whether nothing was heard of the pod's speed lately; the pod then counts as fast as its peers."""
+    overhead_s: float
+    """Seconds of each request besides its prefill that delay no other request; 0 for a pod that reports constants."""
 
 
 class PodState:
@@ -32,9 +54,22 @@ class PodState:
     """
 
     __slots__ = (
-        *("__weakref__", "_context_tokens", "_decoding", "_free_at_s", "_joins_until_s", "_pending", "_pending_tokens"),
-        *("_prefilled", "_reported", "_sent", "_sent_s", "_stepped_s", "_unheard", "_usual_tokens", "_watchers"),
-        *("_weight", "speed"),
+        "__weakref__",
+        "_context_tokens",
+        "_decoding",
+        "_free_at_s",
+        "_joins_until_s",
+        "_overdue_elsewhere",
+        "_pending",
+        "_pending_tokens",
+        "_prefilled",
+        "_reported",
+        "_sent",
+        "_stepped_s",
+        "_usual_tokens",
+        "_watchers",
+        "_weight",
+        "speed",
     )
 
     def __init__(self, pool: SpeedPool | None = None) -> None:
@@ -42,7 +77,7 @@ class PodState:
         self._pending: dict[str, Sent] = {}
         """Requests that were sent and have no first token, oldest first."""
         self._decoding: dict[str, Sent] = {}
-        self._unheard = Unheard()
+        self._overdue_elsewhere = OverdueElsewhere()
         self._pending_tokens = 0
         self._context_tokens = 0
         self._free_at_s = 0.0
@@ -55,8 +90,8 @@ class PodState:
         self.speed = PodSpeed(SpeedPool() if pool is None else pool)
         self.speed.pool.join(self)
         self._reported = Reported()
-        self._sent, self._sent_s = 0, -math.inf
-        """Requests ever sent, and when the last one was sent."""
+        self._sent = 0
+        """Requests ever sent."""
         self._usual_tokens = USUAL_TOKENS
         """Uncached tokens of a request here: a moving mean."""
         self._watchers: tuple[set[PodState], ...] = ()
@@ -72,7 +107,7 @@ class PodState:
 
     @property
     def weight(self) -> float:
-        """See `PodView`."""
+        """Share of traffic relative to other pods, for policies that do not learn a pod's speed; above 0."""
         return self._weight
 
     @weight.setter
@@ -125,7 +160,6 @@ class PodState:
         self._free_at_s = max(self._free_at_s, now_s) + work_s
         self._pending_tokens += uncached_tokens
         self._sent += 1
-        self._sent_s = max(self._sent_s, now_s)
         self._usual_tokens += _FOLLOW * (uncached_tokens - self._usual_tokens)
         self._pending[request_id] = Sent(
             prompt_tokens,
@@ -172,7 +206,7 @@ class PodState:
         """Note that the request has left the pod, however it ended. May be called again. `uncached_tokens`: of its
         prompt, as the pod reported at the end; None: not reported."""
         self._tell()
-        self._unheard.remove(request_id)
+        self._overdue_elsewhere.remove(request_id)
         if (request := self._decoding.pop(request_id, None)) is not None:
             if request.service_s is not None:
                 computed = request.uncached_tokens if uncached_tokens is None else uncached_tokens
@@ -189,7 +223,7 @@ class PodState:
         self, request_id: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, now_s: float
     ) -> None:
         """Note a request that another gateway sent at `now_s`, perhaps a while ago. It teaches no speed. It counts as
-        decoding when its prefill should have ended, because news of its first token comes late. See `Unheard`."""
+        decoding when its prefill should have ended, because news of its first token comes late (`overdue.py`)."""
         for request in self._pending.values():
             if request.sent_s >= now_s:
                 request.was_alone = False
@@ -207,7 +241,7 @@ class PodState:
     def began_elsewhere(self, request_id: str, *, now_s: float) -> None:
         """Note the first token of another gateway's request."""
         self._tell()
-        self._unheard.remove(request_id)
+        self._overdue_elsewhere.remove(request_id)
         if (request := self._pending.get(request_id)) is not None:
             self._withdraw(request_id, request, now_s)
             self._context_tokens += request.context_tokens
@@ -216,7 +250,7 @@ class PodState:
     def finished_elsewhere(self, request_id: str, *, now_s: float) -> None:
         """Note that another gateway's request has left the pod, too long ago to tell when the pod's steps end."""
         self._tell()
-        self._unheard.remove(request_id)
+        self._overdue_elsewhere.remove(request_id)
         if (request := self._decoding.pop(request_id, None)) is not None:
             self._context_tokens -= request.context_tokens
         elif (request := self._pending.get(request_id)) is not None:
@@ -278,48 +312,15 @@ class PodState:
         self._reported.others_until_s = now_s + self._queued_s(tokens)
         self._reported.is_count = True
 
-    def view(
-        self, pod_id: PodId, *, now_s: float, matched_tokens: int = 0, host_tokens: int = 0, disk_tokens: int = 0
-    ) -> PodView:
-        """Return the pod as a policy sees it, for a request of which the pod holds `matched_tokens`."""
-        free_at_s, pending = self._free_at_s, self._pending
-        if self._unheard or (pending and next(iter(pending.values())).due_s <= now_s):  # otherwise none is late
-            self._settle(now_s)
-            free_at_s = self._overdue_free_at_s(now_s)
-        decoding, speed, reported = len(self._decoding), self.speed, self._reported
-        view = PodView(  # by position: names take more than twice as long
-            pod_id,
-            matched_tokens,
-            host_tokens,
-            disk_tokens,
-            len(pending) + decoding,
-            self._pending_tokens,
-            decoding,
-            self._context_tokens,
-            free_at_s,
-            self._stepped_s,
-            self._sent_s,
-            speed.cost,
-            not speed.is_known(now_s),
-            0.0,
-            self._weight,
-            0.0,
-            math.inf,
-            speed.overhead_s,
-            reported.fetch,
-        )
-        if reported.load is not None:
-            reported.add_to(view, now_s)
-        return view
-
     def row(self, now_s: float) -> PodRow[float]:
-        """Return the numbers of `view`, before the clock is applied to them."""
+        """Return the pod's numbers before the clock is applied to them."""
         self._settle(now_s)
         pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self.speed
         in_flight = pending + decoding
-        step_s = self._step_s() if pending or self._unheard else 0.0
+        step_s = self._step_s() if pending or self._overdue_elsewhere else 0.0
         reported, others = self._reported, self._reported.others
-        due_s, until_s = self._unheard.late_from_s(now_s, speed.spread), self._unheard.known_until_s()
+        due_s = self._overdue_elsewhere.late_from_s(now_s, speed.spread)
+        until_s = self._overdue_elsewhere.known_until_s()
         for request in self._pending.values():
             if request.streams:
                 due_s = min(due_s, request.late_from_s(speed.spread, reported.unsure_s(step_s)))
@@ -329,10 +330,9 @@ class PodState:
         is_known = speed.is_known(now_s)
         if is_known:
             until_s = min(until_s, speed.known_until_s - EARLY_S)
-        others_until_s, trust, span_s, others_uncached, full = -math.inf, 0.0, 1.0, 0.0, 0.0
+        others_until_s, trust, span_s, others_uncached = -math.inf, 0.0, 1.0, 0.0
         if trust := reported.trust(now_s):
             until_s = min(until_s, reported.at_s + FRESH_S - EARLY_S) if trust == 1 else -math.inf
-            full = fullness(trust * reported.kv_used)
             in_flight += round(trust * others.running)
             decoding += round(trust * others.decoding)
             context += round(trust * others.context_tokens)
@@ -352,8 +352,6 @@ class PodState:
             decoding,
             context,
             self._stepped_s,
-            self._sent_s,
-            full,
             speed.cost.token_s,
             speed.overhead_s,
             self._weight,
@@ -363,15 +361,31 @@ class PodState:
             until_s,
         )
 
+    def load(self, now_s: float) -> PodLoad:
+        """Return the pod's load now, with other gateways' requests as far as they are known."""
+        row, reported = self.row(now_s), self._reported
+        behind = max(0.0, row.others_until_s - now_s) / row.others_span_s
+        return PodLoad(
+            in_flight=round(row.in_flight),
+            uncached_tokens=round(row.own_uncached + row.others_uncached * behind),
+            decoding=round(row.decoding),
+            context_tokens=round(row.context_tokens),
+            queue_s=self.queue_s(now_s),
+            kv_used=row.others_trust * reported.kv_used,
+            cost=self.cost,
+            cost_is_prior=bool(row.is_prior),
+            overhead_s=row.overhead_s,
+        )
+
     @property
     def fetch_costs(self) -> FetchCosts:
         """Return what fetching from the pod's tiers costs, as it last reported."""
         return self._reported.fetch
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds until the prefill queued on the pod ends, as `view` predicts them."""
+        """Return the seconds until the prefill queued on the pod ends, as `CandidatePods.free_at_s` predicts them."""
         free_at_s = self._free_at_s
-        if self._pending or self._unheard:
+        if self._pending or self._overdue_elsewhere:
             self._settle(now_s)
             free_at_s = self._overdue_free_at_s(now_s)
         wait_s = max(0.0, free_at_s - now_s)
@@ -413,7 +427,7 @@ class PodState:
 
         Otherwise a pod that is slow or hangs would drain with the clock, look idle, and draw every request.
         """
-        step_s, late_from_s = self._step_s(), self._unheard.late_from_s(now_s, self.speed.spread)
+        step_s, late_from_s = self._step_s(), self._overdue_elsewhere.late_from_s(now_s, self.speed.spread)
         for oldest in self._pending.values():
             if oldest.streams:
                 late_from_s = min(late_from_s, oldest.late_from_s(self.speed.spread, self._reported.unsure_s(step_s)))
@@ -460,7 +474,7 @@ class PodState:
             del self._pending[request_id]
             self._start_decoding(request_id, request)
             if request.is_elsewhere:
-                self._unheard.add(request_id, request)
+                self._overdue_elsewhere.add(request_id, request)
 
     def _step_ended(self, now_s: float) -> None:
         """Note that a step ended without a first token for this gateway: requests sent during it join the next step."""

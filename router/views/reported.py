@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from engine.contract.fetch_costs import NO_FETCH_COSTS, FetchCosts
 from engine.contract.load import LoadReport
-from router.views.types import PodView
 
 FRESH_S = 3.0
 """A report counts fully up to this age ..."""
@@ -101,23 +100,3 @@ class Reported:
         if now_s - self.at_s >= FRESH_S:
             return 0.0
         return max(0.0, now_s - self._waiting_since_s)
-
-    def add_to(self, view: PodView, now_s: float) -> None:
-        """Add the others' share of the last report to `view`; the older the report, the less it counts."""
-        trust = self.trust(now_s)
-        if not trust:
-            return
-        if self.kv_used:
-            view.kv_used = trust * self.kv_used
-        others = self.others
-        if others.running:
-            view.in_flight += round(trust * others.running)
-        if others.decoding:
-            view.decoding += round(trust * others.decoding)
-        if others.context_tokens:
-            view.context_tokens += round(trust * others.context_tokens)
-        others_s = self.others_until_s - now_s
-        if others_s > 0:
-            drained = others_s / max(self.others_until_s - self.at_s, 1e-9)
-            view.in_flight_uncached_tokens += round(trust * others.uncached_tokens * drained)
-            view.prefill_free_at_s = max(view.prefill_free_at_s, now_s) + trust * others_s

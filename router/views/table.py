@@ -1,16 +1,15 @@
-"""The pods of a large fleet as columns of numbers, kept current, so that a decision handles all pods at once.
+"""The pods of a model as columns of numbers, kept current, so that a decision handles all pods at once.
 
-Calling `PodState.view` for each pod and looping over the views takes 8 ms a decision at a thousand pods. Here a pod's
-row is rebuilt only if something happened to the pod. What drains with the clock is computed by numpy for all rows at
-once.
+A pod's row is rebuilt only if something happened to the pod. What drains with the clock is computed by numpy for all
+rows at once. A loop over a thousand pods would take 8 ms a decision.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +17,19 @@ from numpy.typing import NDArray
 from engine.contract.fetch_costs import FetchCosts
 from engine.contract.load import StepCost
 from router.views.latency import has_fixed, told_s, unit_s
-from router.views.pick import by_hash
-from router.views.pod_state import PodState
-from router.views.row import PodRow
+from router.views.pod_row import PodRow
 from router.views.types import Decision, PodId, RequestInfo
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
+Seconds = float | Floats
+"""A number for each pod, or one for all."""
 _SETS_REMEMBERED = 1024
 _COLUMNS = len(PodRow._fields)
 
 
 @dataclass(frozen=True, slots=True)
-class WideTiers:
+class TierTokens:
     """The tokens of the prompt that each pod has in its slower tiers, below its pool, and the seconds to fetch them as
     the pod reports them, or 0. `shared`: tokens that a pod does not hold but can fetch."""
 
@@ -42,25 +41,30 @@ class WideTiers:
     shared_s: Floats
 
     @staticmethod
-    def none(pods: int) -> WideTiers:
+    def none(pods: int) -> TierTokens:
         """Return tiers of `pods` pods that hold nothing."""
-        return WideTiers(*np.zeros((len(fields(WideTiers)), pods)))
+        return TierTokens(*np.zeros((len(fields(TierTokens)), pods)))
 
 
 @dataclass(slots=True)
-class WidePods:
-    """The pods that may serve a request, at the moment of the decision; a small fleet has `PodView`s instead."""
+class CandidatePods:
+    """The pods that may serve a request, at the moment of the decision: what a policy sees of them. A number for each
+    pod, in the order of the table."""
 
     table: PodTable
     columns: PodRow[Floats]
     matched: Floats | None = None
-    """`PodView.matched_tokens` of each pod; None: no pod holds anything."""
+    """Prompt tokens whose KV each pod is believed to hold, in any tier; None: no pod holds anything."""
     longest: int = 0
     """The greatest of `matched`."""
-    tiers: WideTiers | None = None
+    tiers: TierTokens | None = None
     """None: no pod holds anything below its pool."""
     room: Floats | None = None
-    """`PodView.room_tokens` of each pod; None: room does not count."""
+    """Tokens that each pod's cache can take before it evicts something, infinite if unknown; None: room does not
+    count."""
+    adapter_s: Floats | None = None
+    """Seconds until the adapter that the request wants is loaded, 0 if it is or if nothing is known; None: it wants
+    none."""
 
     def hold(self, rows: Ints, tokens: int) -> None:
         """Note that the pods in `rows` hold `tokens` of the prompt. A later call, for fewer pods and more tokens,
@@ -73,7 +77,7 @@ class WidePods:
     def fetch(self, row: int, host_tokens: int, disk_tokens: int) -> None:
         """Set how many of its tokens the pod in `row` holds in host memory and on disk."""
         if self.tiers is None:
-            self.tiers = WideTiers.none(len(self.table))
+            self.tiers = TierTokens.none(len(self.table))
         tiers, costs = self.tiers, self.table.fetch_costs(row)
         tiers.host[row], tiers.disk[row] = host_tokens, disk_tokens
         tiers.host_s[row] = told_s(host_tokens, costs.host)
@@ -83,22 +87,30 @@ class WidePods:
         """Return the prompt tokens that the pod in `row` holds."""
         return 0 if self.matched is None else int(self.matched[row])
 
-    def lowest(self, request: RequestInfo, scores: Floats) -> int:
-        """As `pick.lowest`."""
-        tied = (scores == scores.min()).nonzero()[0]
-        return int(tied[0]) if len(tied) == 1 else self.spread(request, tied)
-
-    def decision(self, policy: str, row: int) -> Decision:
-        """Return the decision for the pod in `row`, of a policy that predicts no time."""
-        return Decision(row, policy, self.matched_by(row), None)
-
-    def spread(self, request: RequestInfo, rows: Ints) -> int:
-        """Return one of several equal pods, by the hash of `pick.lowest`."""
-        ids = self.table.ids
-        return by_hash(request, [(ids[row], row) for row in rows.tolist()])
+    def of(self, row: int, now_s: float) -> dict[str, Any]:
+        """Return what is known of the pod in `row`, by name, for people."""
+        columns, tiers = self.columns, self.tiers
+        return {
+            "matched_tokens": self.matched_by(row),
+            "host_tokens": 0 if tiers is None else int(tiers.host[row]),
+            "disk_tokens": 0 if tiers is None else int(tiers.disk[row]),
+            "shared_tokens": 0 if tiers is None else int(tiers.shared[row]),
+            "in_flight": int(columns.in_flight[row]),
+            "uncached_tokens": int(self.uncached(now_s)[row]),
+            "decoding": int(columns.decoding[row]),
+            "context_tokens": int(columns.context_tokens[row]),
+            "queue_s": max(0.0, float(self.free_at_s(now_s)[row]) - now_s),
+            "cost": asdict(self.table.costs[row]),
+            "cost_is_prior": bool(columns.is_prior[row]),
+            "overhead_s": float(columns.overhead_s[row]),
+            "weight": float(columns.weight[row]),
+            "adapter_s": 0.0 if self.adapter_s is None else float(self.adapter_s[row]),
+            "room_tokens": None if self.room is None or np.isinf(self.room[row]) else float(self.room[row]),
+        }
 
     def free_at_s(self, now_s: float) -> Floats:
-        """As `PodView.prefill_free_at_s`."""
+        """Return the predicted times at which each pod's queued prefill ends; in the past for an idle pod. Do not
+        change the array."""
         columns = self.columns
         free_s = columns.free_at_s
         late = (columns.due_s < now_s).nonzero()[0]
@@ -120,13 +132,14 @@ class WidePods:
         return float(token_s.min())
 
     def load(self, now_s: float) -> Floats:
-        """As `pick.load`."""
+        """Return each pod's load divided by its weight: prompt tokens still to be prefilled; requests decide between
+        equals."""
         columns = self.columns
         load: Floats = (self.uncached(now_s) + columns.in_flight * 1e-6) / columns.weight
         return load
 
     def uncached(self, now_s: float) -> Floats:
-        """Return `PodView.in_flight_uncached_tokens` of each pod; do not change the array."""
+        """Return the prompt tokens of each pod's requests that are still to be prefilled; do not change the array."""
         columns = self.columns
         uncached = columns.own_uncached
         behind = (columns.others_until_s > now_s).nonzero()[0]
@@ -155,14 +168,47 @@ class Speeds:
     sequence_s: float | Floats
     context_s: float | Floats
     """A number if all pods count as the median pod; otherwise a number for each pod."""
-    own_share: Floats
-    """For each pod: the seconds per token that decisions use, divided by the pod's own learnt seconds per token."""
+    own_share: Floats | None
+    """For each pod: the seconds per token that decisions use, divided by the pod's own learnt seconds per token. None:
+    they are equal on every pod."""
+
+
+def number_at(numbers: Seconds, row: int) -> float:
+    """Return a pod's number."""
+    return numbers if isinstance(numbers, float) else float(numbers[row])
+
+
+class TablePod(Protocol):
+    """The state of a pod, from which its row is made: `router.views.pod_state.PodState`."""
+
+    @property
+    def cost(self) -> StepCost:
+        """Return the pod's constants; never all zero (a prior stands in until something is known)."""
+        ...
+
+    @property
+    def fetch_costs(self) -> FetchCosts:
+        """Return what fetching from the pod's tiers costs, as it last reported."""
+        ...
+
+    def row(self, now_s: float) -> PodRow[float]:
+        """Return the pod's numbers before the clock is applied to them."""
+        ...
+
+    def watch(self, changed: set[Any]) -> None:
+        """Add this pod to `changed` whenever its row changes other than by the passing of time."""
+        ...
+
+    def unwatch(self, changed: set[Any]) -> None:
+        """Stop adding this pod to `changed`."""
+        ...
 
 
 class PodTable:
-    """The rows of some pods, in order of pod id. Call `close` when it is no longer needed."""
+    """The rows of some pods, in order of pod id."""
 
-    def __init__(self, pods: Iterable[tuple[PodId, PodState]]) -> None:
+    def __init__(self, pods: Iterable[tuple[PodId, TablePod]], *, is_kept: bool = True) -> None:
+        """`is_kept`: the table follows the pods until `close`; otherwise it is for one decision."""
         listed = tuple(pods)
         self.ids: tuple[PodId, ...] = tuple(pod_id for pod_id, _ in listed)
         self.costs: list[StepCost] = [state.cost for _, state in listed]
@@ -173,9 +219,9 @@ class PodTable:
         self._cells = np.zeros((len(listed), _COLUMNS), order="F")
         """One column for each field of `PodRow`."""
         self._columns: PodRow[Floats] = PodRow(*(self._cells[:, i] for i in range(_COLUMNS)))
-        self._changed: set[PodState] = set(self._states)
+        self._changed: set[TablePod] = set(self._states)
         self.room: Floats = np.full(len(listed), np.inf)
-        """`PodView.room_tokens` of each pod, by `set_room`."""
+        """`CandidatePods.room`, by `set_room`."""
         self._valid_until_s = 0.0
         """Until then no row has to be rebuilt, unless its pod changes."""
         self._known: list[tuple[float, int]] = []
@@ -185,7 +231,7 @@ class PodTable:
         """Rows of the pods with the fixed part of a step in their constants."""
         self._speeds: dict[float, Speeds] = {}
         self._sets: dict[int, tuple[Collection[PodId], Ints]] = {}
-        for state in self._states:
+        for state in self._states if is_kept else ():
             state.watch(self._changed)
 
     def close(self) -> None:
@@ -220,7 +266,7 @@ class PodTable:
         if (row := self._row_of.get(pod_id)) is not None:
             self.room[row] = tokens
 
-    def at(self, now_s: float) -> WidePods:
+    def at(self, now_s: float) -> CandidatePods:
         """Return the pods as of now, with no match yet."""
         if self._changed:
             for state in self._changed:
@@ -230,7 +276,7 @@ class PodTable:
             for row in np.flatnonzero(self._columns.valid_until_s <= now_s).tolist():
                 self._renew(row, now_s)
             self._valid_until_s = float(self._columns.valid_until_s.min())
-        return WidePods(self, self._columns)
+        return CandidatePods(self, self._columns)
 
     def speeds(self, same_speed: float) -> Speeds:
         """Return the constants that each pod counts with, by the rows of the last `at`. A pod within `same_speed` of
@@ -285,7 +331,7 @@ class PodTable:
             each[list(unlike)] = [getattr(self.costs[row], name) for row in unlike]
             return each
 
-        token_s = part("token_s")
+        token_s, own_token_s = part("token_s"), self._columns.token_s
         return Speeds(
             median,
             middle,
@@ -296,15 +342,19 @@ class PodTable:
             part("attention_s"),
             part("sequence_s"),
             part("context_s"),
-            token_s / self._columns.token_s,
+            None if (own_token_s == token_s).all() else token_s / own_token_s,
         )
 
 
-class WidePolicy(ABC):
-    """A policy that can look at many pods at once."""
+class Policy(Protocol):
+    """A routing policy. It owns any state it keeps (a counter, traffic shares), reads no clock and does no I/O."""
 
     name: str
 
-    @abstractmethod
-    def choose_wide(self, request: RequestInfo, pods: WidePods) -> Decision:
-        """Decide, and change the policy's state, exactly as `Policy.choose` does with a view of each pod."""
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
+        """Return the pod for the request. `pods` is never empty and in order of pod id.
+
+        The answer depends only on the arguments and the requests seen before. With `explain` the call must leave the
+        policy's state as it was, and the decision has every pod's score.
+        """
+        ...

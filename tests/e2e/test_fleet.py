@@ -121,8 +121,8 @@ async def test_gateways_agree_on_traffic_shares(stack: Stack) -> None:
             await third.ask("something else entirely, and too short to have a key")
             now_s = asyncio.get_running_loop().time
             await wait_until(lambda: third.app[CHOOSER].traffic_shares()["tiny"].share(key, now_s()) > 0.5)
-            parted = [gateway.app[CHOOSER].shares()["tiny"].prefill for gateway in (second, third)]
-            await wait_until(lambda: all(each.parting(now_s()) is not None for each in parted))
+            partitioned = [gateway.app[CHOOSER].shares()["tiny"].prefill for gateway in (second, third)]
+            await wait_until(lambda: all(each.partition(now_s()) is not None for each in partitioned))
 
 
 async def test_an_engine_killed_under_traffic_costs_no_unstarted_request(tiny_checkpoint: Path) -> None:

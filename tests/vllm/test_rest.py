@@ -11,9 +11,9 @@ import pytest
 from engine.common.sse import SseDecoder, named_event
 from engine.contract.requests import Endpoint
 from router.continuing.as_chat import chat_of
-from router.continuing.continuations import Way
-from router.continuing.resume import ask, rewriter_of, way_of
-from router.continuing.transcript import Record, Said
+from router.continuing.continuations import Continuation
+from router.continuing.resume import ask, continuation_of, rewriter_of
+from router.continuing.transcript import SentEvents, Transcript
 from tests.vllm.servers import MODEL, VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ async def streamed(http: aiohttp.ClientSession, url: str, body: bytes) -> list[d
         return [orjson.loads(data) for data in SseDecoder().feed(await answer.read()) if data != b"[DONE]"]
 
 
-def said(events: list[dict[str, Any]], text: str) -> tuple[bytes, Said]:
+def said(events: list[dict[str, Any]], text: str) -> tuple[bytes, Transcript]:
     """Return the beginning of a response up to its first delta, as if that delta had been `text`."""
     sent = b""
     for event in events:
@@ -37,7 +37,7 @@ def said(events: list[dict[str, Any]], text: str) -> tuple[bytes, Said]:
         sent += named_event(event["type"], orjson.dumps({**event, "delta": text} if is_delta else event))
         if is_delta:
             break
-    record = Record(Endpoint.RESPONSES, lambda size: True)
+    record = SentEvents(Endpoint.RESPONSES, lambda size: True)
     record.add(sent)
     return sent, record.read()
 
@@ -52,8 +52,8 @@ async def test_a_response_goes_on_as_a_chat_does(servers: list[VllmServer]) -> N
         (card,) = (await (await http.get(f"{servers[0].url}/v1/models")).json())["data"]
         whole = await streamed(http, servers[0].url + Endpoint.RESPONSES, orjson.dumps(fields))
         sent, so_far = said(whole, SO_FAR)
-        way = way_of(card, Endpoint.RESPONSES, fields, so_far)
-        assert way is Way.MESSAGE
+        way = continuation_of(card, Endpoint.RESPONSES, fields, so_far)
+        assert way is Continuation.MESSAGE
         url = servers[1].url
         rest = await streamed(http, url + Endpoint.RESPONSES, ask(Endpoint.RESPONSES, fields, so_far, way))
         told = await streamed(http, url + Endpoint.CHAT, orjson.dumps(chat))

@@ -26,7 +26,8 @@ from router.choosing.shadow import Shadows
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.telemetry.metrics import Metrics
 from router.telemetry.shadows import ShadowMetrics
-from router.views.types import Decision, PodView, Policy, RequestInfo
+from router.views.table import CandidatePods, Policy
+from router.views.types import Decision, RequestInfo
 from tests.bench.policy_table.cases import KNEES, SYNTHETIC, Case
 from tests.bench.policy_table.run import STRIDE, summary
 
@@ -88,7 +89,7 @@ class Acting:
         self._policy = make_policy(name)
         self._shadows = shadows
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
         """See `Policy`."""
         decision = self._policy.choose(request, pods, explain=explain)
         self._shadows.compare(MODEL, decision, request, pods, lambda name: name)

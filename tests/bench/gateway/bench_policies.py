@@ -1,4 +1,4 @@
-"""Microseconds per routing decision, including the views of the pods, and the extra time of shadow policies:
+"""Microseconds per routing decision, including the match of the keys, and the extra time of shadow policies:
 `python -m tests.bench.gateway.bench_policies`."""
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
-from router.registry.index import Match, PrefixIndex
+from router.registry.index import PrefixIndex
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.telemetry.metrics import Metrics
 from router.views.pod_state import PodState
-from router.views.types import PodId, PodView, Policy, RequestInfo
+from router.views.table import PodTable, Policy
+from router.views.types import PodId, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
 STRIDES = 32
@@ -49,26 +50,20 @@ def prompts(rng: random.Random, count: int = 200) -> list[tuple[PrefixKey, ...]]
     ]
 
 
-def views(index: PrefixIndex, fleet: dict[PodId, PodState], keys: tuple[PrefixKey, ...], now_s: float) -> list[PodView]:
-    """Return the views that the gateway builds for each decision."""
-    matches, none = index.match(keys, now_s), Match(0)
-    return [
-        state.view(pod_id, now_s=now_s, matched_tokens=matches.get(pod_id, none).strides * STRIDE_TOKENS)
-        for pod_id, state in fleet.items()
-    ]
-
-
-def decide_us(policy: Policy | None, pods: int, rounds: int = 600) -> float:
-    """Return median microseconds of match, views and choice; without a policy, of match and views."""
+def decide_us(name: str | None, pods: int, rounds: int = 600) -> float:
+    """Return median microseconds of match and choice over a table; without a policy, of the match."""
     rng = random.Random(1)
     fleet, index, requests = loaded_fleet(pods, rng), PrefixIndex(), prompts(rng)
     for keys in requests:
         index.apply(rng.choice(list(fleet)), (), (keys, (), ()))
+    table, policy = PodTable(fleet.items()), None if name is None else make_policy(name)
     times = []
     for i in range(rounds):
         keys, now_s = requests[i % len(requests)], 0.1 + i * 1e-3
         start = time.perf_counter()
-        seen = views(index, fleet, keys, now_s)
+        seen = table.at(now_s)
+        for pod_ids, strides in index.match_sets(keys, now_s)[0]:
+            seen.hold(table.rows(pod_ids), strides * STRIDE_TOKENS)
         if policy is not None:
             policy.choose(RequestInfo(keys, STRIDES * STRIDE_TOKENS, now_s), seen)
         times.append((time.perf_counter() - start) * 1e6)
@@ -145,9 +140,9 @@ def shadowed_us(shadow_counts: Sequence[Sequence[str]], pods: int, rounds: int =
 def main() -> None:
     """Measure and print."""
     print(f"{'us per decision':20} {'8 pods':>8} {'64 pods':>8}")
-    print(f"{'match and views':20} {decide_us(None, 8):8.0f} {decide_us(None, 64):8.0f}")
+    print(f"{'match':20} {decide_us(None, 8):8.0f} {decide_us(None, 64):8.0f}")
     for name in POLICY_NAMES:
-        print(f"{name:20} {decide_us(make_policy(name), 8):8.0f} {decide_us(make_policy(name), 64):8.0f}")
+        print(f"{name:20} {decide_us(name, 8):8.0f} {decide_us(name, 64):8.0f}")
     names = ("cache_aware", "affinity_groups", "round_robin")
     shadow_sets = [(), *((name,) for name in names), names]
     print(f"\n{'predicted_ttft in the gateway, shadow policies':46} {'8 pods':>8} {'64 pods':>8}")

@@ -89,6 +89,15 @@ def test_tokens_of_all_files_are_those_of_transformers(
     assert TokenFiles.from_path(folder).named == theirs.special_tokens_map
 
 
+def test_of_two_descriptions_of_a_token_the_last_counts(tmp_path: Path) -> None:
+    whole_word = {"__type": "AddedToken", "content": "<tool>", "single_word": True}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<tool>", "eos_token": whole_word}
+    folder = written(tmp_path, train_byte_level(), {"tokenizer_config.json": config})
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in ("<tool>the fox", "<tool> the fox"):
+        assert Tokenizer.from_path(folder).encode(text, add_special_tokens=False).ids == theirs.encode(text)
+
+
 def test_a_chats_end_that_only_the_tokenizer_names_is_read(tmp_path: Path) -> None:
     config = {"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": "<|turn|>"}
     tokenizer = Tokenizer.from_path(written(tmp_path, train_byte_level(), {"tokenizer_config.json": config}))

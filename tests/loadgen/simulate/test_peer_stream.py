@@ -118,5 +118,5 @@ def test_a_gateway_sees_by_their_metrics_what_it_did_not_send_to_pods_that_publi
     gateway.scrapes()
     gateway.scraped("pod-0", Scrape(5, 2, 0.9), 0.01)
     gateway.scraped("pod-of-before", Scrape(5, 2, 0.9), 0.01)
-    seen = {pod.pod_id: pod.state.view(pod.pod_id, now_s=0.02) for pod in gateway._serving.listed}
-    assert [(view.in_flight, view.kv_used) for view in seen.values()] == [(7, pytest.approx(0.9)), (0, 0.0)]
+    seen = {pod.pod_id: pod.state.load(0.02) for pod in gateway._serving.listed}
+    assert [(load.in_flight, load.kv_used) for load in seen.values()] == [(7, pytest.approx(0.9)), (0, 0.0)]

@@ -18,13 +18,12 @@ from loadgen.simulate.build import emulated_pods
 from loadgen.simulate.faults import Fault, FaultKind
 from loadgen.simulate.fleet import FleetSpec, Simulation
 from loadgen.simulate.gateway import MAX_ATTEMPTS
-from loadgen.simulate.omniscient import Omniscient
+from loadgen.simulate.omniscient import ExactPod, Omniscient
 from loadgen.simulate.pods.pod import PodSpec, SimPod
 from loadgen.simulate.pods.timeline import Timeline
 from loadgen.simulate.scenario import Scenario, play
 from loadgen.workloads.base import Piece, Session
 from loadgen.workloads.chat import Chat
-from router.views.types import PodView
 from tests.loadgen.simulate.hand_made import TRACE, Listed, Told, fleet, one, run, steady, turn
 
 POISSON = ArrivalSpec(ArrivalKind.POISSON, 20.0)
@@ -298,15 +297,14 @@ class Watched(Omniscient):
 
     seen: int = 0
 
-    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
-        view = super()._view(pod, sequence, prompt_tokens, now_s)
+    def _exact(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> ExactPod:
+        known = super()._exact(pod, sequence, prompt_tokens, now_s)
         self.seen += 1
-        assert view.prefill_free_at_s >= now_s - 1e-9
-        assert 0 <= view.matched_tokens < prompt_tokens
-        assert view.in_flight_uncached_tokens >= 0
-        assert view.in_flight >= 0
-        assert 0 <= view.kv_used <= 1
-        return view
+        assert known.free_at_s >= now_s - 1e-9
+        assert 0 <= known.matched_tokens < prompt_tokens
+        assert known.uncached_tokens >= 0
+        assert known.in_flight >= 0
+        return known
 
 
 class Alone(Omniscient):
@@ -316,10 +314,10 @@ class Alone(Omniscient):
         super().__init__(pods)
         self.waits_s: list[float] = []
 
-    def _view(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> PodView:
-        view = super()._view(pod, sequence, prompt_tokens, now_s)
-        self.waits_s.append(view.prefill_free_at_s - now_s)
-        return view
+    def _exact(self, pod: SimPod, sequence: CachedSequence, prompt_tokens: int, now_s: float) -> ExactPod:
+        known = super()._exact(pod, sequence, prompt_tokens, now_s)
+        self.waits_s.append(known.free_at_s - now_s)
+        return known
 
 
 def test_the_omniscient_router_counts_a_running_step_once() -> None:

@@ -1,9 +1,8 @@
-"""Large fleets in the gateway: the same choices as with a view of each pod, while pods come and go."""
+"""Tables of pods in the gateway: kept ones decide as new ones, while pods come and go."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,7 +33,9 @@ POLICY = "predicted_ttft"
 class World:
     """Pods that come and go, and a chooser."""
 
-    def __init__(self, wide_from: int) -> None:
+    def __init__(self, *, anew: bool = False) -> None:
+        """`anew`: its tables are made anew for each question."""
+        self._anew = anew
         self.listed: list[Pod] = [new_pod(i) for i in range(PODS)]
         self.now_s = 0.0
         self.index = PrefixIndex()
@@ -49,7 +50,6 @@ class World:
             stride=256,
             speculation_ttl_s=10.0,
             foreign_ttl_s=600.0,
-            wide_from=wide_from,
         )
 
     def pods(self, model: str) -> Sequence[Pod]:
@@ -57,6 +57,7 @@ class World:
 
     def ask(self, number: int, policy: str, excluded: Sequence[PodId] = ()) -> tuple[str, int, int]:
         self.now_s = 0.01 * number
+        self.forget()
         choice = self.chooser.choose(replace(self.inbound(number), policy=policy), excluded)
         choice.pod.state.sent(str(number), prompt_tokens=500, uncached_tokens=500, output_tokens=100, now_s=self.now_s)
         if number >= 60:
@@ -64,6 +65,10 @@ class World:
                 pod.state.first_token(str(number - 30), now_s=self.now_s)
                 pod.state.finished(str(number - 60), now_s=self.now_s)
         return choice.pod.pod_id, choice.strides, choice.cached_tokens
+
+    def forget(self) -> None:
+        if self._anew:
+            self.chooser._tables.drop("m")
 
     def inbound(self, number: int) -> Inbound:
         keys = (*(PrefixKey(number % 3 * 100 + i + 1) for i in range(6)), PrefixKey(10_000 + number))
@@ -106,9 +111,9 @@ def new_foreign_pod(number: int) -> Pod:
     return pod
 
 
-def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
+def test_kept_tables_serve_as_new_ones_while_pods_come_and_go() -> None:
     """Choices, strides and believed tokens are equal, even if there are retries, several policies and changing pods."""
-    worlds = [World(1), World(sys.maxsize)]
+    worlds = [World(), World(anew=True)]
     rng = random.Random(1)
     for number in range(600):
         excluded = [PodId(f"pod-{rng.randrange(PODS):03}")] if number % 7 == 0 else []
@@ -121,10 +126,10 @@ def test_a_large_fleet_is_served_as_pod_by_pod_while_pods_come_and_go() -> None:
         assert first == second, number
 
 
-def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
+def test_full_pods_that_publish_nothing_are_judged_as_by_new_tables() -> None:
     """Their room is a column of the table, which every change of a belief keeps current. The chosen pods and the final
-    beliefs equal those with a view of each pod."""
-    worlds = [World(1), World(sys.maxsize)]
+    beliefs equal those with new tables."""
+    worlds = [World(), World(anew=True)]
     for world in worlds:
         world.listed = [new_foreign_pod(i) for i in range(PODS)]
     rng = random.Random(3)
@@ -164,9 +169,9 @@ def test_full_pods_that_publish_nothing_are_judged_as_pod_by_pod() -> None:
     assert 0 < sum(room < 500 for room in rooms) < PODS
 
 
-def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
+def test_what_pods_hold_below_their_pools_is_judged_as_by_new_tables() -> None:
     """Pods hold a part of the prompt in host memory or on disk. Fetching it takes less time than computing it."""
-    worlds = [World(1), World(sys.maxsize)]
+    worlds = [World(), World(anew=True)]
     rng = random.Random(4)
     chosen = set()
     for number in range(200):
@@ -176,6 +181,7 @@ def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
             stored: list[tuple[PrefixKey, ...]] = [(), (), ()]
             stored[tier] = world.inbound(number).keys[:strides]
             world.index.apply(world.listed[place].pod_id, (), (stored[0], stored[1], stored[2]))
+            world.forget()
             least_s = world.chooser.least_ttft_s(world.inbound(number))
             asked.append((round(least_s, 12), world.ask(number, POLICY)))
         assert asked[0] == asked[1], number
@@ -183,9 +189,9 @@ def test_what_pods_hold_below_their_pools_is_judged_as_pod_by_pod() -> None:
     assert len(chosen) > 3
 
 
-def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
+def test_waiting_and_times_asked_for_are_judged_as_by_new_tables() -> None:
     """Both ways give the same least time to the first token, and the same patience with pods that have no room."""
-    worlds = [World(1), World(sys.maxsize)]
+    worlds = [World(), World(anew=True)]
     rng = random.Random(2)
     seen = set()
     for number in range(400):
@@ -199,6 +205,7 @@ def test_waiting_and_times_asked_for_are_judged_as_pod_by_pod() -> None:
         for world in worlds:
             world.now_s = 0.01 * number
             world.listed[place].state.report(load, now_s=world.now_s)
+            world.forget()
             patience_s = world.chooser.patience_s(world.inbound(number), without_room)
             assert patience_s == world.patience_s(number, without_room)
             judged.append((patience_s, world.chooser.least_ttft_s(world.inbound(number)), world.ask(number, POLICY)))
@@ -218,6 +225,5 @@ def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gon
     assert tables.of("base", pods[:2]) is not table
     tables.drop("base")
     tables.drop("adapter")
-    assert "base" not in tables
     assert not any(pod.state._watchers for pod in pods)
     assert not rooms._watchers

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.common.settings import ConfigError
 from engine.contract import headers
 from engine.contract.keys import PrefixKey
+from engine.contract.load import StepCost
 from engine.contract.requests import Endpoint
 from router.choosing.chooser import Choice, Chooser
 from router.choosing.registry_view import NoRegistry
@@ -31,8 +32,10 @@ from router.settings.gateway import GatewaySettings
 from router.startup import handlers as gateway_app
 from router.telemetry.metrics import Metrics
 from router.telemetry.shadows import ShadowMetrics
-from router.views.types import PodId, PodView, Policy, RequestInfo
+from router.views.table import CandidatePods, Policy
+from router.views.types import PodId, RequestInfo
 from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, running
+from tests.router.routing.pods import Made, candidates
 
 STRIDE = 256
 PODS = 4
@@ -154,7 +157,7 @@ class World:
         return (
             self.index.statistics(),
             [self.index.match(chain, self.now_s) for chain in keys],
-            [pod.state.view(pod.pod_id, now_s=self.now_s) for pod in self.fleet.pods_],
+            [pod.state.row(self.now_s) for pod in self.fleet.pods_],
             self.estimates.of("m"),
             {model: shares.export(self.now_s) for model, shares in self.chooser.traffic_shares().items()},
         )
@@ -247,16 +250,16 @@ def test_each_model_has_its_own() -> None:
     class Turns:
         name = "round_robin"
 
-        def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Any:
+        def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Any:
             decision = self.inner.choose(request, pods)
-            asked.append(pods[decision.pod].pod_id)
+            asked.append(pods.table.ids[decision.pod])
             return decision
 
         def __init__(self) -> None:
             self.inner = make_policy("round_robin")
 
     shadows = Shadows(("round_robin",), lambda: {**make_policies(), "round_robin": Turns()}, Metrics())
-    pods = [PodView(PodId(name)) for name in "ab"]
+    pods = candidates([Made(PodId(name), cost=StepCost(token_s=1e-4)) for name in "ab"])
     request = RequestInfo((), 10, 0.0)
     acting = make_policy("least_loaded").choose(request, pods)
     for model in ("m", "n", "m", "n"):
@@ -340,7 +343,7 @@ class Broken:
 
     name = "cache_aware"
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Any:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Any:
         raise ZeroDivisionError("a broken policy")
 
 

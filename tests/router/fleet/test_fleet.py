@@ -304,7 +304,7 @@ async def test_reports_reach_the_pod_and_unknown_pods_are_ignored() -> None:
         world.fleet.report(PodId("nobody"), LoadReport(running=3))
         world.fleet.report(PodId("b"), LoadReport(running=3, decoding=3))
         now_s = asyncio.get_running_loop().time()
-        loads = [pod.state.view(pod.pod_id, now_s=now_s).in_flight for pod in world.fleet.pods("m")]
+        loads = [pod.state.load(now_s).in_flight for pod in world.fleet.pods("m")]
         assert loads == [0, 3]
 
 

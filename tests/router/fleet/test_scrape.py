@@ -98,7 +98,7 @@ class Scraped(World):
 
     def views(self) -> dict[str, int]:
         now_s = asyncio.get_running_loop().time()
-        return {pod.pod_id: pod.state.view(pod.pod_id, now_s=now_s).in_flight for pod in self.fleet.pods("m")}
+        return {pod.pod_id: pod.state.load(now_s).in_flight for pod in self.fleet.pods("m")}
 
 
 @pytest.mark.looptime

@@ -65,3 +65,17 @@ async def test_below_the_capacity_nobody_is_refused() -> None:
     async with running(one_at_a_time(), max_pod_requests=1) as gateway:
         seen = await offered(gateway, 0.9 / SERVICE_S)
         assert {status for _, status, _ in seen} == {200}
+
+
+async def test_with_a_goal_of_0_everybody_is_kept() -> None:
+    async with running(one_at_a_time(), max_pod_requests=1, ttft_goals=["0"], queue_timeout_s=300.0) as gateway:
+        seen = await offered(gateway, 2.0 / SERVICE_S)
+        assert {status for _, status, _ in seen} == {200}
+
+
+async def test_a_models_goal_is_kept() -> None:
+    async with running(one_at_a_time(), max_pod_requests=1, ttft_goals=["60", "m=1.5"]) as gateway:
+        seen = await offered(gateway, 3.0 / SERVICE_S)
+        late = [took_s for at_s, status, took_s in seen if at_s >= SETTLES_S and status == 200 and took_s > 1.6]
+        assert not late
+        assert goodput(seen) >= 0.9

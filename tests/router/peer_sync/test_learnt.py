@@ -91,7 +91,7 @@ def test_a_gateway_works_with_any_record_that_it_reads(learnt: Learnt, served: l
         for tokens, seconds in served:
             now_s += 10.0
             state.sent("r", prompt_tokens=900, uncached_tokens=tokens, output_tokens=1, now_s=now_s)
-            assert state.view(PodId("p"), now_s=now_s).cost.token_s > 0
+            assert state.load(now_s).cost.token_s > 0
             assert state.row(now_s)
             now_s += seconds
             state.first_token("r", now_s=now_s)

@@ -65,7 +65,7 @@ async def test_two_gateways_part_the_pods_by_what_each_sends(redis_server: Redis
         now_s = asyncio.get_running_loop().time
 
         def parted() -> bool:
-            low, high = a.prefill.parting(now_s()), b.prefill.parting(now_s())
+            low, high = a.prefill.partition(now_s()), b.prefill.partition(now_s())
             return low is not None and high is not None and abs(low.high - 0.75) + abs(high.low - 0.75) < 0.01
 
         await wait_until(parted, what="stretches of 0.75 and 0.25")

@@ -12,9 +12,10 @@ from multidict import CIMultiDict
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.reading.inbound import MAX_SESSION_CHARS, SESSION_FIELDS, session_of
-from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
-from router.views.types import PodId, PodView, RequestInfo
+from router.routing.policies import POLICY_NAMES, make_policy
+from router.views.types import PodId, RequestInfo
 from tests.router.rig.helpers import ScriptedEngine, answers, running
+from tests.router.routing.pods import Made, choose
 
 SESSIONS = st.integers(1, 2**64 - 1)
 KEYS = st.lists(st.integers(0, 2**64 - 1).map(PrefixKey), max_size=3).map(tuple)
@@ -47,9 +48,9 @@ def test_any_text_is_a_session(name: str) -> None:
 def test_among_equals_a_session_goes_to_one_pod(
     name: str, session: int, keys: list[tuple[PrefixKey, ...]], count: int
 ) -> None:
-    pods = [PodView(PodId(f"pod-{i}")) for i in range(count)]
+    pods = [Made(PodId(f"pod-{i}")) for i in range(count)]
     chosen = {
-        make_policy(name, PolicyOptions()).choose(RequestInfo(one, 100, 50.0 + i, session=session), pods).pod
+        choose(make_policy(name), RequestInfo(one, 100, 50.0 + i, session=session), pods).pod
         for i, one in enumerate(keys)
     }
     assert len(chosen) == 1
@@ -61,10 +62,9 @@ def test_among_equals_a_session_goes_to_one_pod(
 def test_a_session_changes_nothing_for_a_policy_that_ignores_it(
     name: str, session: int, keys: tuple[PrefixKey, ...]
 ) -> None:
-    pods = [PodView(PodId(f"pod-{i}"), in_flight=i, in_flight_uncached_tokens=i * 100) for i in range(4)]
+    pods = [Made(PodId(f"pod-{i}"), in_flight=i, uncached_tokens=i * 100) for i in range(4)]
     with_session, without = (
-        make_policy(name, PolicyOptions()).choose(RequestInfo(keys, 100, 50.0, session=number), pods).pod
-        for number in (session, 0)
+        choose(make_policy(name), RequestInfo(keys, 100, 50.0, session=number), pods).pod for number in (session, 0)
     )
     assert with_session == without
 
@@ -74,16 +74,16 @@ def test_a_session_changes_nothing_for_a_policy_that_ignores_it(
 @given(session=SESSIONS, keys=KEYS, best=st.integers(0, 3))
 def test_it_is_never_a_pin(name: str, session: int, keys: tuple[PrefixKey, ...], best: int) -> None:
     pods = [
-        PodView(
+        Made(
             PodId(f"pod-{i}"),
             cost=StepCost(base_s=6e-3, token_s=22e-6),
             in_flight=0 if i == best else 3,
-            in_flight_uncached_tokens=0 if i == best else 9000,
-            prefill_free_at_s=0.0 if i == best else 60.0,
+            uncached_tokens=0 if i == best else 9000,
+            free_at_s=0.0 if i == best else 60.0,
         )
         for i in range(4)
     ]
-    decision = make_policy(name, PolicyOptions()).choose(RequestInfo(keys, 100, 50.0, session=session), pods)
+    decision = choose(make_policy(name), RequestInfo(keys, 100, 50.0, session=session), pods)
     assert decision.pod == best
 
 

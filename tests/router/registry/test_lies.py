@@ -97,8 +97,8 @@ def test_whatever_is_believed_of_a_load_can_be_looked_at(noise: bytes, later_s: 
         state = PodState()
         state.sent("r", prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=9, now_s=0.0)
         state.report(load, now_s=1.0)
-        view = state.view(PodId("p"), now_s=1.0 + later_s)
-        assert view.in_flight >= 1
+        seen = state.load(1.0 + later_s)
+        assert seen.in_flight >= 1
         state.first_token("r", now_s=2.0 + later_s)
         state.finished("r", now_s=3.0 + later_s)
 

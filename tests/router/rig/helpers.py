@@ -209,7 +209,7 @@ class Gateway:
     def in_flight(self) -> int:
         """Sum of the requests and bytes in flight, as the gateway and each pod count them; 0 if every count is 0."""
         pods = [pod for member in self.app[FLEET].members() for pod in member.pods]
-        decided = sum(pod.state.view(pod.pod_id, now_s=asyncio.get_running_loop().time()).in_flight for pod in pods)
+        decided = sum(pod.state.load(asyncio.get_running_loop().time()).in_flight for pod in pods)
         admission = self.app[ADMISSION]
         return (
             admission.in_flight

@@ -17,10 +17,11 @@ from functools import partial
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
-from router.registry.index import Match, PrefixIndex
+from router.registry.index import PrefixIndex
 from router.views.latency import decode_s, prefill_s
 from router.views.pod_state import PodState
-from router.views.types import PodId, PodView, Policy, RequestInfo
+from router.views.table import CandidatePods, PodTable, Policy
+from router.views.types import PodId, RequestInfo
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1.07e-9, context_s=7e-8, sequence_s=2e-5)
 STRIDE_TOKENS = 64
@@ -107,6 +108,7 @@ class Fleet:
         self.policy = policy
         self.pods = [SimPod(PodId(f"pod-{i}"), capacity) for i in range(pods)]
         self.states = [PodState() for _ in range(pods)]
+        self.table = PodTable([(pod.pod_id, state) for pod, state in zip(self.pods, self.states, strict=True)])
         for state in self.states:
             if reports:
                 state.report(LoadReport(cost=COST), now_s=0.0)
@@ -137,26 +139,21 @@ class Fleet:
     def _at(self, when_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._order), act))
 
-    def _views(self, arrival: Arrival) -> list[PodView]:
-        matches = self.index.match(arrival.keys, self.now_s)
-        return [
-            state.view(
-                pod.pod_id,
-                now_s=self.now_s,
-                matched_tokens=matches.get(pod.pod_id, Match(0)).strides * STRIDE_TOKENS,
-            )
-            for pod, state in zip(self.pods, self.states, strict=True)
-        ]
+    def _seen(self, arrival: Arrival) -> CandidatePods:
+        seen = self.table.at(self.now_s)
+        for pods, strides in self.index.match_sets(arrival.keys, self.now_s)[0]:
+            seen.hold(self.table.rows(pods), strides * STRIDE_TOKENS)
+        return seen
 
     def _arrive(self, request_id: str, arrival: Arrival) -> None:
-        views = self._views(arrival)
+        seen = self._seen(arrival)
         request = RequestInfo(arrival.keys, arrival.prompt_tokens, self.now_s, arrival.output_tokens)
-        chosen = self.policy.choose(request, views).pod
+        chosen = self.policy.choose(request, seen).pod
         pod = self.pods[chosen]
         self.states[chosen].sent(
             request_id,
             prompt_tokens=arrival.prompt_tokens,
-            uncached_tokens=arrival.prompt_tokens - views[chosen].matched_tokens,
+            uncached_tokens=arrival.prompt_tokens - seen.matched_by(chosen),
             output_tokens=arrival.output_tokens,
             now_s=self.now_s,
         )

@@ -14,7 +14,8 @@ from router.views.adapters import HELD_S, LOAD_S, MOST_LOAD_S, AdapterLoads, Ada
 from router.views.latency import ENOUGH_OBSERVATIONS
 from router.views.pod_state import PodState
 from router.views.speeds import SpeedPool
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, choose, seen_of
 
 NAMES = st.sampled_from("abcdef")
 COST = StepCost(base_s=0.005, token_s=1e-4)
@@ -63,14 +64,14 @@ def test_it_holds_the_last_used_and_never_more_than_it_can(most: int, uses: list
         assert all((adapters.setup_s(name) == 0.0) == (name in order[-most:]) for name in "abcdef")
 
 
-def pod(name: str, *, adapter_s: float = 0.0, wait_s: float = 0.0, held: int = 0) -> PodView:
-    return PodView(PodId(name), held, prefill_free_at_s=10.0 + wait_s, cost=COST, adapter_s=adapter_s)
+def pod(name: str, *, adapter_s: float = 0.0, wait_s: float = 0.0, held: int = 0) -> Made:
+    return Made(PodId(name), held, free_at_s=10.0 + wait_s, cost=COST, adapter_s=adapter_s)
 
 
-def chosen(*pods: PodView, tokens: int = 500) -> str:
+def chosen(*pods: Made, tokens: int = 500) -> str:
     policy = make_policy("predicted_ttft", PolicyOptions())
     request = RequestInfo(tuple(PrefixKey(n) for n in range(8)), tokens, 10.0)
-    return pods[policy.choose(request, pods).pod].pod_id
+    return pods[choose(policy, request, pods).pod].pod_id
 
 
 def test_a_pod_with_the_adapter_goes_first_unless_its_queue_or_its_cache_costs_more_than_a_load() -> None:
@@ -163,11 +164,11 @@ def spread(rate: float, seconds: float = 20.0) -> tuple[set[int], float]:
             states[end[1]].first_token(str(end[2]), now_s=end[0], cached_tokens=0)
             states[end[1]].finished(str(end[2]), now_s=end[0])
         ends = [end for end in ends if end[0] > now_s]
-        views = [state.view(PodId(f"p{i}"), now_s=now_s) for i, state in enumerate(states)]
+        views = [seen_of(state, now_s, f"p{i}") for i, state in enumerate(states)]
         for view, each in zip(views, adapters, strict=True):
             view.adapter_s = each.setup_s("sql", pool.adapter_loads.seconds)
         info = RequestInfo(tuple(PrefixKey(8 * number + n) for n in range(8)), 1000, now_s, 1)
-        place = policy.choose(info, views).pod
+        place = choose(policy, info, views).pod
         loads = adapters[place].loads("sql")
         adapters[place].used("sql")
         states[place].sent(

@@ -13,9 +13,10 @@ from engine.contract.load import StepCost
 from router.routing.affinity_groups import AffinityGroups
 from router.routing.policies import make_policy
 from router.routing.shares import TrafficShares
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, choose
 
-PODS = [PodView(PodId(f"pod-{i}"), cost=StepCost(token_s=1e-4)) for i in range(8)]
+PODS = [Made(PodId(f"pod-{i}"), cost=StepCost(token_s=1e-4)) for i in range(8)]
 FIRST = PrefixKey(1)
 
 
@@ -104,7 +105,7 @@ def drive(policy: AffinityGroups, popular_share: float, start_s: float, count: i
         is_popular = int((i + 1) * popular_share) > int(i * popular_share)
         request = RequestInfo(keys(1) if is_popular else keys(50 + i), 1000, start_s + i * 0.1)
         pods = [replace(pod, in_flight=rng.randrange(3)) for pod in PODS]
-        pod = PODS[policy.choose(request, pods).pod].pod_id
+        pod = PODS[choose(policy, request, pods).pod].pod_id
         if i >= count // 2:
             used["popular" if is_popular else "rare"].add(pod)
     return used
@@ -137,12 +138,9 @@ def after_popular_traffic() -> tuple[AffinityGroups, set[PodId]]:
 def test_a_prompt_that_no_pod_holds_goes_to_the_least_loaded_pod_even_in_the_group() -> None:
     """An exception is a pod that has already had more than its share."""
     policy, group = after_popular_traffic()
-    idle = [
-        [replace(pod, in_flight_uncached_tokens=0 if pod.pod_id == name else 500) for pod in PODS]
-        for name in sorted(group)
-    ]
+    idle = [[replace(pod, uncached_tokens=0 if pod.pod_id == name else 500) for pod in PODS] for name in sorted(group)]
     request = RequestInfo(keys(900), 1000, 60.1)
-    chosen = [PODS[policy.choose(request, pods, explain=True).pod].pod_id for pods in idle]
+    chosen = [PODS[choose(policy, request, pods, explain=True).pod].pod_id for pods in idle]
     assert set(chosen) & group
 
 
@@ -156,11 +154,11 @@ def test_a_pod_beside_the_group_that_holds_its_prefix_takes_part() -> None:
             replace(
                 pod,
                 matched_tokens=1000 if pod.pod_id in holders else 0,
-                in_flight_uncached_tokens=0 if pod.pod_id == beside else 500,
+                uncached_tokens=0 if pod.pod_id == beside else 500,
             )
             for pod in PODS
         ]
-        return PODS[policy.choose(request, pods, explain=True).pod].pod_id
+        return PODS[choose(policy, request, pods, explain=True).pod].pod_id
 
     assert chosen(group | {beside}) == beside
     assert chosen(group) in group
@@ -177,13 +175,13 @@ def test_a_group_follows_its_share_with_hysteresis() -> None:
 
 def test_a_conversation_stays_on_its_pod_until_that_is_past_the_bound() -> None:
     policy = groups_policy()
-    home = policy.choose(RequestInfo(keys(3, count=3), 1000, 0.0), PODS).pod
+    home = choose(policy, RequestInfo(keys(3, count=3), 1000, 0.0), PODS).pod
     pods = [replace(pod, matched_tokens=600 if i == home else 0, in_flight=20) for i, pod in enumerate(PODS)]
-    pods[home] = replace(pods[home], in_flight_uncached_tokens=3000)
+    pods[home] = replace(pods[home], uncached_tokens=3000)
     request = RequestInfo(keys(3, count=6), 1000, 0.1)
-    assert policy.choose(request, pods).pod == home
+    assert choose(policy, request, pods).pod == home
     pods[home] = replace(pods[home], in_flight=40)
-    assert policy.choose(request, pods).pod != home
+    assert choose(policy, request, pods).pod != home
 
 
 @pytest.mark.parametrize("strides", [1, 2, 5])
@@ -193,8 +191,8 @@ def test_a_pod_is_no_home_of_a_prompt_of_which_it_holds_less_than_a_key(strides:
     request = RequestInfo(keys(3, strides - 1), 1000, 0.0)
     for tokens, is_home in ((1000 // strides, True), (1000 // strides - 2, False)):
         pods = list(PODS)
-        pods[3] = replace(pods[3], matched_tokens=tokens, in_flight_uncached_tokens=3000)
-        assert (groups_policy().choose(request, pods).pod == 3) == is_home
+        pods[3] = replace(pods[3], matched_tokens=tokens, uncached_tokens=3000)
+        assert (choose(groups_policy(), request, pods).pod == 3) == is_home
 
 
 def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> None:
@@ -211,7 +209,7 @@ def test_equally_popular_prefixes_keep_to_few_pods_and_load_them_evenly() -> Non
             replace(pod, matched_tokens=830 if j in held[name] else 0, in_flight=latest.count(j))
             for j, pod in enumerate(PODS)
         ]
-        latest.append(policy.choose(request, pods).pod)
+        latest.append(choose(policy, request, pods).pod)
         held[name].add(latest[-1])
         sent[latest[-1]] += 1
     assert sum(map(len, held.values())) <= 28
@@ -223,12 +221,12 @@ def test_a_group_without_a_pod_left_gives_way() -> None:
     policy = groups_policy()
     drive(policy, 0.1, 0.0)
     request = RequestInfo(keys(1), 1000, 60.0)
-    first = policy.choose(request, PODS).pod
+    first = choose(policy, request, PODS).pod
     others = [pod for i, pod in enumerate(PODS) if i != first]
-    assert others[policy.choose(request, others).pod].pod_id != PODS[first].pod_id
+    assert others[choose(policy, request, others).pod].pod_id != PODS[first].pod_id
 
 
-def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: float, turns: int = 6) -> list[PodId]:
+def conversations(policy: AffinityGroups, pods: list[Made], popular_share: float, turns: int = 6) -> list[PodId]:
     """Return the pods of 1,000 sessions' requests in order; a session's turn finds what its previous turn left."""
     rng, chosen, at_s = random.Random(3), list[PodId](), 0.0
     held: dict[int, PodId] = {}
@@ -247,7 +245,7 @@ def conversations(policy: AffinityGroups, pods: list[PodView], popular_share: fl
             )
             for pod in pods
         ]
-        held[session] = pods[policy.choose(RequestInfo(chain, tokens, at_s), views).pod].pod_id
+        held[session] = pods[choose(policy, RequestInfo(chain, tokens, at_s), views).pod].pod_id
         chosen.append(held[session])
         at_s += 0.02
         if turn < turns:
@@ -272,16 +270,16 @@ def test_conversations_stay_where_they_are_while_groups_change() -> None:
     outside = next(pod.pod_id for pod in PODS if pod.pod_id not in policy._groups.owned.get(keys(1)[-1], ()))
     for holder in (home, outside):
         views = [replace(pod, matched_tokens=1900 if pod.pod_id == holder else 0) for pod in PODS]
-        assert PODS[policy.choose(RequestInfo(chain, 2000, 95.0), views).pod].pod_id == holder
+        assert PODS[choose(policy, RequestInfo(chain, 2000, 95.0), views).pod].pod_id == holder
 
 
 def test_a_pod_that_joins_is_not_flooded_until_it_has_caught_up() -> None:
     policy = groups_policy()
     before, joined = PODS[:2], PODS[:3]
     for i in range(400):
-        policy.choose(RequestInfo(keys(100 + i), 1000, i * 0.05), before)
+        choose(policy, RequestInfo(keys(100 + i), 1000, i * 0.05), before)
     taken = Counter(
-        joined[policy.choose(RequestInfo(keys(1000 + i), 1000, 20 + i * 0.05), joined).pod].pod_id for i in range(90)
+        joined[choose(policy, RequestInfo(keys(1000 + i), 1000, 20 + i * 0.05), joined).pod].pod_id for i in range(90)
     )
     assert taken[PODS[2].pod_id] <= 45
 
@@ -290,10 +288,10 @@ def test_a_pod_that_comes_back_takes_its_share_at_once() -> None:
     policy = groups_policy()
     pods, without = PODS[:4], PODS[:3]
     for i in range(400):
-        policy.choose(RequestInfo(keys(100 + i), 1000, i * 0.05), pods)
+        choose(policy, RequestInfo(keys(100 + i), 1000, i * 0.05), pods)
     for i in range(20):
-        policy.choose(RequestInfo(keys(600 + i), 1000, 20 + i * 0.05), without)
+        choose(policy, RequestInfo(keys(600 + i), 1000, 20 + i * 0.05), without)
     taken = Counter(
-        pods[policy.choose(RequestInfo(keys(700 + i), 1000, 21 + i * 0.05), pods).pod].pod_id for i in range(100)
+        pods[choose(policy, RequestInfo(keys(700 + i), 1000, 21 + i * 0.05), pods).pod].pod_id for i in range(100)
     )
     assert 10 <= taken[PODS[3].pod_id] <= 50

@@ -1,84 +1,78 @@
-"""Tokens that a pod holds below its pool cost the lesser of fetching and computing them, in views and in columns."""
+"""Tokens that a pod holds below its pool cost the lesser of fetching and computing them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.fetch_costs import FetchCost, FetchCosts
+from engine.contract.fetch_costs import FetchCost, FetchCosts, is_worth_it
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
-from router.routing.fetching import (
-    add_shared,
-    fetch_or_compute_s,
-    reaching,
-    wide_add_shared,
-    wide_fetch_or_compute_s,
-    wide_reaching,
-)
+from router.routing.fetching import add_shared, fetch_or_compute_s, reaching
 from router.routing.policies import make_policy
-from router.routing.weights import Weights
 from router.views.latency import prefill_s, told_s
 from router.views.pod_state import PodState
-from router.views.table import PodTable, WideTiers
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.table import PodTable, TierTokens
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, candidates, choose
 
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9)
-WEIGHTS = Weights(0.2, 0.5, 0.05, 0.05, 0.05, 0.5)
 PROMPT = 8000
 fetch_costs = st.builds(FetchCost, st.sampled_from([0.0, 1e-3, 0.05]), st.sampled_from([0.0, 1e-6, 2e-5, 1e-4, 1e-2]))
 SHARED_S, SHARED_TOKEN_S = st.sampled_from([0.0, 1e-3, 0.05]), st.sampled_from([1e-6, 2e-5, 1e-4, 1e-2])
 """A pod with tokens to fetch from the shared tier has reported what a fetch costs."""
 
 
-@st.composite
-def held(draw: st.DrawFn) -> PodView:
-    host, disk, shared = [draw(st.integers(0, PROMPT)) // 3 for _ in range(3)]
-    matched = draw(st.integers(host + disk + shared, PROMPT))
-    fetch = FetchCosts(draw(fetch_costs), draw(fetch_costs), draw(st.builds(FetchCost, SHARED_S, SHARED_TOKEN_S)))
-    return PodView(PodId("a"), matched, host, disk, cost=COST, fetch=fetch, shared_tokens=shared)
+@dataclass(frozen=True)
+class Held:
+    """The tokens of a prompt that a pod holds in each tier or can fetch, and what fetching costs."""
+
+    in_pool: int
+    host: int
+    disk: int
+    shared: int
+    costs: FetchCosts
+
+    @property
+    def uncached(self) -> int:
+        return max(1, PROMPT - self.in_pool - self.host - self.disk - self.shared)
+
+    def seconds(self) -> float:
+        tiers = TierTokens(
+            np.array([float(self.host)]),
+            np.array([float(self.disk)]),
+            np.array([float(self.shared)]),
+            np.array([told_s(self.host, self.costs.host)]),
+            np.array([told_s(self.disk, self.costs.disk)]),
+            np.array([told_s(self.shared, self.costs.shared)]),
+        )
+        return float(fetch_or_compute_s(tiers, COST, self.uncached, PROMPT)[0])
 
 
-def uncached(pod: PodView) -> int:
-    return max(1, PROMPT - pod.matched_tokens)
-
-
-def seconds(pod: PodView) -> float:
-    return fetch_or_compute_s(pod, COST, uncached(pod), PROMPT, WEIGHTS)
-
-
-@given(st.lists(held(), min_size=1, max_size=4))
-def test_columns_say_what_views_say_to_the_bit(pods: list[PodView]) -> None:
-    def column(values: list[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float64)
-
-    tiers = WideTiers(
-        column([p.host_tokens for p in pods]),
-        column([p.disk_tokens for p in pods]),
-        column([p.shared_tokens for p in pods]),
-        column([told_s(p.host_tokens, p.fetch.host) for p in pods]),
-        column([told_s(p.disk_tokens, p.fetch.disk) for p in pods]),
-        column([told_s(p.shared_tokens, p.fetch.shared) for p in pods]),
-    )
-    found = wide_fetch_or_compute_s(tiers, COST, column([uncached(p) for p in pods]), PROMPT, WEIGHTS)
-    assert found.tolist() == [seconds(p) for p in pods]
+PARTS = st.integers(0, PROMPT // 4)
+COSTS = st.builds(FetchCosts, fetch_costs, fetch_costs, st.builds(FetchCost, SHARED_S, SHARED_TOKEN_S))
 
 
 @given(
-    held(), st.sampled_from(["host", "disk", "shared"]), st.floats(1, 100), st.sampled_from(["latency_s", "token_s"])
+    st.builds(Held, PARTS, PARTS, PARTS, PARTS, COSTS),
+    st.sampled_from(["host", "disk", "shared"]),
+    st.floats(1, 100),
+    st.sampled_from(["latency_s", "token_s"]),
 )
 def test_a_slower_tier_is_never_cheaper_and_none_is_dearer_than_computing(
-    pod: PodView, tier: str, factor: float, field: str
+    pod: Held, tier: str, factor: float, field: str
 ) -> None:
-    cost = getattr(pod.fetch, tier)
+    cost = getattr(pod.costs, tier)
     slower = FetchCost(**{**{f: getattr(cost, f) for f in FetchCost.__slots__}, field: getattr(cost, field) * factor})
-    before = seconds(pod)
-    pod.fetch = FetchCosts(**{**{f: getattr(pod.fetch, f) for f in FetchCosts.__slots__}, tier: slower})
-    below = pod.host_tokens + pod.disk_tokens + pod.shared_tokens
-    computed_s = prefill_s(COST, uncached(pod) + below, PROMPT) - prefill_s(COST, uncached(pod), PROMPT)
-    assert 0 <= before <= seconds(pod) <= computed_s * (1 + 1e-9) + 1e-12
+    costs = FetchCosts(**{**{f: getattr(pod.costs, f) for f in FetchCosts.__slots__}, tier: slower})
+    below = pod.host + pod.disk + pod.shared
+    computed_s = prefill_s(COST, pod.uncached + below, PROMPT) - prefill_s(COST, pod.uncached, PROMPT)
+    after_s = replace(pod, costs=costs).seconds()
+    assert 0 <= pod.seconds() <= after_s <= computed_s * (1 + 1e-9) + 1e-12
 
 
 def test_a_fast_tier_is_worth_going_to_and_a_slow_one_is_not() -> None:
@@ -87,23 +81,20 @@ def test_a_fast_tier_is_worth_going_to_and_a_slow_one_is_not() -> None:
     for token_s, expected in ((1e-6, "warm"), (1e-3, "cold")):
         fetch = FetchCosts(host=FetchCost(0.0, token_s))
         pods = [
-            PodView(PodId("cold"), cost=COST),
-            PodView(PodId("warm"), 1990, 1990, cost=COST, fetch=fetch, in_flight=1, prefill_free_at_s=100.02),
+            Made(PodId("cold"), cost=COST),
+            Made(PodId("warm"), 1990, 1990, cost=COST, fetch_costs=fetch, in_flight=1, free_at_s=100.02),
         ]
-        assert pods[make_policy("predicted_ttft").choose(request, pods).pod].pod_id == expected
+        assert pods[choose(make_policy("predicted_ttft"), request, pods).pod].pod_id == expected
 
 
-def fleet(shared_token_s: float, *, holders: int = 1, waits_s: float = 0.03) -> list[PodView]:
+def fleet(shared_token_s: float, *, holders: int = 1, waits_s: float = 0.03) -> list[Made]:
     """Return pods. The first `holders` have the prompt in the pool and a queue. All report the same shared tier."""
     fetch = FetchCosts(shared=FetchCost(0.0, shared_token_s))
-    pods = [
-        PodView(PodId(f"pod-{i}"), 1990 if i < holders else 256, cost=COST, prefill_free_at_s=100.0) for i in range(4)
-    ]
+    pods = [Made(PodId(f"pod-{i}"), 1990 if i < holders else 256, cost=COST, free_at_s=100.0) for i in range(4)]
     for pod in pods:
-        pod.fetch = fetch
+        pod.fetch_costs = fetch
     for pod in pods[:holders]:
-        pod.in_flight, pod.prefill_free_at_s = int(waits_s > 0), 100.0 + waits_s
-    add_shared(pods)
+        pod.in_flight, pod.free_at_s = int(waits_s > 0), 100.0 + waits_s
     return pods
 
 
@@ -113,24 +104,27 @@ REQUEST = RequestInfo((PrefixKey(1),), 2000, 100.0)
 def test_other_pods_fetch_what_one_pod_holds_if_that_is_faster() -> None:
     """1,734 tokens take 38 ms to compute. A fetch has to save at least 7 % of that."""
     for token_s, fetches in ((1e-6, True), (20e-6, True), (21e-6, False), (1e-3, False), (0.0, False)):
-        pods = fleet(token_s) if token_s else [PodView(PodId("a"), 1990), PodView(PodId("b"), 256)]
-        assert [pod.shared_tokens for pod in pods[1:]] == [1734 if fetches else 0] * len(pods[1:]), token_s
-        assert pods[0].shared_tokens == 0
-        assert [pod.matched_tokens for pod in pods] == [1990, *[256] * len(pods[1:])], (
+        pods = fleet(token_s) if token_s else [Made(PodId("a"), 1990), Made(PodId("b"), 256)]
+        seen = candidates(pods)
+        shared = [0.0] * len(pods) if seen.tiers is None else seen.tiers.shared.tolist()
+        assert shared == [0] + [1734 if fetches else 0] * len(pods[1:]), token_s
+        assert [seen.matched_by(row) for row in range(len(pods))] == [1990, *[256] * len(pods[1:])], (
             "what a pod could fetch is not added"
         )
-        assert [pod.matched_tokens for pod in reaching(pods)[1:]] == [1990 if fetches else 256] * len(pods[1:])
+        reached = reaching(seen)
+        assert [reached.matched_by(row) for row in range(1, len(pods))] == [1990 if fetches else 256] * len(pods[1:])
 
 
 def test_what_only_a_pod_without_the_shared_tier_holds_cannot_be_fetched() -> None:
     fetch = FetchCosts(shared=FetchCost(0.0, 1e-6))
     pods = [
-        PodView(PodId("a"), 1990, cost=COST),
-        PodView(PodId("b"), 256, cost=COST, fetch=fetch),
-        PodView(PodId("c"), 0, cost=COST, fetch=fetch),
+        Made(PodId("a"), 1990, cost=COST),
+        Made(PodId("b"), 256, cost=COST, fetch_costs=fetch),
+        Made(PodId("c"), 0, cost=COST, fetch_costs=fetch),
     ]
-    add_shared(pods)
-    assert [pod.shared_tokens for pod in pods] == [0, 0, 256]
+    tiers = candidates(pods).tiers
+    assert tiers is not None
+    assert tiers.shared.tolist() == [0, 0, 256]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +135,10 @@ def test_what_only_a_pod_without_the_shared_tier_holds_cannot_be_fetched() -> No
 def test_traffic_goes_where_it_is_idle_once_a_fetch_is_cheap(token_s: float, waits_s: float, moves: bool) -> None:
     """Without a fetch another pod would compute the tokens in 38 ms. Waiting 20 or 30 ms for the holder is faster."""
     pods = fleet(token_s, waits_s=waits_s)
-    decision = make_policy("predicted_ttft").choose(REQUEST, pods)
+    decision = choose(make_policy("predicted_ttft"), REQUEST, pods)
     assert (decision.pod != 0) == moves
     assert decision.predicted_cached_tokens == 1990
-    explained = make_policy("predicted_ttft").choose(REQUEST, pods, explain=True)
+    explained = choose(make_policy("predicted_ttft"), REQUEST, pods, explain=True)
     fetch_s = [score.parts["fetch_s"] for score in explained.scores]
     assert fetch_s == pytest.approx([0.0] + [token_s * 1734 if token_s < 20e-6 else 0.0] * 3)
 
@@ -156,31 +150,25 @@ def test_traffic_goes_where_it_is_idle_once_a_fetch_is_cheap(token_s: float, wai
         max_size=6,
     )
 )
-def test_many_pods_reach_what_few_do(told: list[tuple[int, float, float]]) -> None:
-    """Columns and views agree. A pod fetches no tokens that it holds, or that it computes sooner."""
+def test_a_pod_fetches_what_another_one_holds_and_nothing_that_it_computes_sooner(
+    told: list[tuple[int, float, float]],
+) -> None:
     states = []
     for _, token_s, latency_s in told:
         state = PodState()
         state.report(LoadReport(cost=COST, fetch=FetchCosts(shared=FetchCost(latency_s, token_s))), now_s=1.0)
         states.append(state)
-    ids = [PodId(f"pod-{i}") for i in range(len(told))]
-    views = [
-        state.view(pod_id, now_s=1.0, matched_tokens=matched)
-        for pod_id, state, (matched, _, _) in zip(ids, states, told, strict=True)
-    ]
-    if any(token_s for _, token_s, _ in told):
-        add_shared(views)
-    wide = PodTable(zip(ids, states, strict=True)).at(1.0)
+    seen = PodTable((PodId(f"pod-{i}"), state) for i, state in enumerate(states)).at(1.0)
     for row, (matched, _, _) in enumerate(told):
-        wide.hold(np.array([row]), matched)
-    wide_add_shared(wide)
-    reached = wide_reaching(wide)
-    assert reached.matched is not None
-    assert reached.matched.tolist() == [view.matched_tokens for view in reaching(views)]
-    for row, view in enumerate(views):
-        seconds = 0.0 if wide.tiers is None else wide.tiers.shared_s[row]
-        assert seconds == told_s(view.shared_tokens, states[row].fetch_costs.shared)
-        assert seconds <= COST.token_s * view.shared_tokens
+        seen.hold(np.array([row]), matched)
+    add_shared(seen)
+    reached = reaching(seen)
+    most = max([matched for matched, token_s, _ in told if token_s], default=0)
+    for row, (matched, token_s, latency_s) in enumerate(told):
+        fetched = reached.matched_by(row) - matched
+        fetch_s, compute_s = latency_s + token_s * (most - matched), COST.token_s * (most - matched)
+        takes = token_s and matched < most and is_worth_it(fetch_s, compute_s)
+        assert fetched == (most - matched if takes else 0)
 
 
 def test_costs_last_told_hold_until_others_are_told() -> None:

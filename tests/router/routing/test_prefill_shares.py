@@ -13,8 +13,9 @@ from engine.contract.load import StepCost
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares, PrefillShares
 from router.routing.shares import TrafficShares
-from router.views.pod_partition import EQUAL, Parting
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.pod_partition import EQUAL, PodPartition
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, choose
 
 COST = StepCost(base_s=6e-3, token_s=22e-6)
 
@@ -44,7 +45,7 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(
         gateways[name].sent(seconds)
     exchange(gateways, start_s)
     loud = {name: seconds for name, seconds in work_s.items() if seconds > 0.01 * total}
-    found = {name: gateways[name].parting(start_s + later_s) for name in work_s}
+    found = {name: gateways[name].partition(start_s + later_s) for name in work_s}
     if len(loud) < 2:
         assert not any(found.values())
         return
@@ -59,17 +60,17 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(
 
 def test_a_gateway_that_tells_nothing_for_five_seconds_has_no_pods() -> None:
     shares = PrefillShares("a")
-    assert shares.parting(0.0) is None
+    assert shares.partition(0.0) is None
     shares.sent(1.0)
     shares.merge("b", 1.0, 0.0)
     shares.merge("c", 2.0, 3.0)
-    found = shares.parting(3.0)
+    found = shares.partition(3.0)
     assert found is not None
     assert found.high == pytest.approx(1 / (1 + 2 ** (-3 / 20) + 2), rel=1e-6)
-    found = shares.parting(6.0)
+    found = shares.partition(6.0)
     assert found is not None
     assert found.high == pytest.approx(1 / (1 + 2 * 2 ** (-3 / 20)), rel=1e-6)  # nothing was heard of b since 0.0
-    assert shares.parting(8.1) is None
+    assert shares.partition(8.1) is None
 
 
 def test_unseen_work_grows_with_what_the_others_send() -> None:
@@ -81,7 +82,7 @@ def test_unseen_work_grows_with_what_the_others_send() -> None:
             other.sent(rate)
             shares.merge("b", other.export_s(float(second)), float(second))
             shares.export_s(float(second))
-        found = shares.parting(200.0)
+        found = shares.partition(200.0)
         assert found is not None
         return found.unseen_s
 
@@ -100,28 +101,28 @@ def test_one_exchange_serves_the_counters_of_prefixes_and_of_prefill() -> None:
     theirs.traffic.record((PrefixKey(7),), 1.0, 0.0)
     ours.merge("b", theirs.export(0.0), 0.0)
     assert ours.traffic.share(PrefixKey(7), 0.0) == pytest.approx(1.0)
-    found = ours.prefill.parting(0.0)
+    found = ours.prefill.partition(0.0)
     assert found is not None
     assert (found.low, found.high) == pytest.approx((0.0, 0.75))
     without = ModelShares("c", None)
     without.prefill.sent(2.0)
     assert without.export(0.0).prefill_s == pytest.approx(2.0)
     without.merge("b", theirs.export(0.0), 0.0)
-    assert without.prefill.parting(0.0) is not None
+    assert without.prefill.partition(0.0) is not None
 
 
 @pytest.mark.parametrize("held", [0, 900])
 @pytest.mark.parametrize("gateways", [2, 3, 5, 8, 11])
 def test_gateways_together_use_all_pods_alike(gateways: int, held: int) -> None:
     """This holds for equal pods, even if no gateway's part of the fleet is a whole number of pods."""
-    pods = [PodView(PodId(f"pod-{i}"), matched_tokens=held, cost=COST) for i in range(8)]
+    pods = [Made(PodId(f"pod-{i}"), matched_tokens=held, cost=COST) for i in range(8)]
     chosen: Counter[int] = Counter()
     for number in range(gateways):
-        place = Parting(number / gateways, (number + 1) / gateways, 0.5)
+        place = PodPartition(number / gateways, (number + 1) / gateways, 0.5)
         policy = make_policy("predicted_ttft")
         for i in range(400):
-            request = RequestInfo((), 1000, 0.001 * i, parting=place)
-            chosen[policy.choose(request, pods).pod] += 1
+            request = RequestInfo((), 1000, 0.001 * i, partition=place)
+            chosen[choose(policy, request, pods).pod] += 1
     mean = 400 * gateways / 8
     assert min(chosen[i] for i in range(8)) > 0.9 * mean
     assert max(chosen.values()) < 1.1 * mean

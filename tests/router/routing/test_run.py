@@ -12,9 +12,10 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from router.routing.policies import make_policy
 from router.routing.run import MANY, Run
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, choose
 
-PODS = [PodView(PodId(f"pod-{i}"), cost=StepCost(base_s=0.01, token_s=1e-4)) for i in range(8)]
+PODS = [Made(PodId(f"pod-{i}"), cost=StepCost(base_s=0.01, token_s=1e-4)) for i in range(8)]
 COMMON, OWN = 10, 4
 TOKENS = 64
 
@@ -53,15 +54,15 @@ def test_what_is_common_to_less_than_half_of_a_prompt_is_no_prefix_of_all() -> N
     assert run.common(RequestInfo((), 10, 0.0)) == 0
 
 
-def chosen(asked: Sequence[RequestInfo], pods: Sequence[PodView], holders: Sequence[int] = (0,)) -> list[int]:
+def chosen(asked: Sequence[RequestInfo], pods: Sequence[Made], holders: Sequence[int] = (0,)) -> list[int]:
     """Return where `affinity_groups` sends the requests. The pods `holders` and all pods chosen so far hold the
     prefix."""
     policy, held = make_policy("affinity_groups"), set(holders)
     places = []
     for one in asked:
         views = [replace(pod, matched_tokens=TOKENS * COMMON if i in held else 0) for i, pod in enumerate(pods)]
-        explained = policy.choose(one, views, explain=True).pod
-        places.append(policy.choose(one, views).pod)
+        explained = choose(policy, one, views, explain=True).pod
+        places.append(choose(policy, one, views).pod)
         assert explained == places[-1]
         held.add(places[-1])
     return places
@@ -78,11 +79,11 @@ def test_pods_take_turns_while_nothing_but_one_prefix_is_asked_for() -> None:
 @given(queued=st.integers(0, 3000))
 def test_two_in_a_row_are_enough_if_the_wait_for_the_prefix_exceeds_its_prefill(queued: int) -> None:
     policy, held = make_policy("affinity_groups"), TOKENS * COMMON
-    pods = [replace(PODS[0], matched_tokens=held, in_flight_uncached_tokens=queued), *PODS[1:]]
-    assert policy.choose(request(0, 1), PODS[:1]).pod == 0
-    assert (policy.choose(request(0, 2), pods).pod != 0) == (queued > held)
-    other = replace(PODS[0], matched_tokens=held, in_flight_uncached_tokens=3000)
-    assert policy.choose(request(1, 3), [other, *PODS[1:]]).pod == 0, "a prefix's first request goes to its holder"
+    pods = [replace(PODS[0], matched_tokens=held, uncached_tokens=queued), *PODS[1:]]
+    assert choose(policy, request(0, 1), PODS[:1]).pod == 0
+    assert (choose(policy, request(0, 2), pods).pod != 0) == (queued > held)
+    other = replace(PODS[0], matched_tokens=held, uncached_tokens=3000)
+    assert choose(policy, request(1, 3), [other, *PODS[1:]]).pod == 0, "a prefix's first request goes to its holder"
 
 
 def test_a_prompt_that_goes_on_from_the_last_one_or_repeats_it_makes_no_pair() -> None:
@@ -105,6 +106,6 @@ def test_prefixes_that_come_in_turn_stay_where_they_are() -> None:
 def test_a_conversation_stays_on_its_pod_whatever_was_asked_for_before() -> None:
     policy = make_policy("affinity_groups")
     for number in range(10):
-        policy.choose(request(0, number, 0.1 * number), PODS)
+        choose(policy, request(0, number, 0.1 * number), PODS)
     pods = [replace(pod, matched_tokens=TOKENS * (COMMON + (3 if i == 5 else 0))) for i, pod in enumerate(PODS)]
-    assert policy.choose(request(0, 3, 1.0), pods).pod == 5
+    assert choose(policy, request(0, 3, 1.0), pods).pod == 5

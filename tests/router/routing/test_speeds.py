@@ -15,6 +15,7 @@ from router.views.latency import ENOUGH_OBSERVATIONS, OBSERVATION_S, PRIOR
 from router.views.pod_state import PodState
 from router.views.speeds import PodSpeed, SpeedPool, Speeds
 from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import choose, seen_of
 
 BASE_S, TOKEN_S = 0.02, 3e-4
 SAME = math.log(1.5)
@@ -166,13 +167,13 @@ def taught() -> tuple[PodState, float]:
 
 def test_nobody_waits_for_the_fixed_time_of_others() -> None:
     state, now_s = taught()
-    idle = state.view(PodId("pod"), now_s=now_s)
+    idle = seen_of(state, now_s)
     assert idle.overhead_s == pytest.approx(0.5, rel=0.1)
     state.sent("a", prompt_tokens=1500, uncached_tokens=100, output_tokens=4, now_s=now_s)
-    busy = state.view(PodId("pod"), now_s=now_s)
+    busy = seen_of(state, now_s)
     request = RequestInfo((), 1500, now_s)
     policy = make_policy("predicted_ttft")
-    alone_s, behind_s = (policy.choose(request, [view]).predicted_ttft_s for view in (idle, busy))
+    alone_s, behind_s = (choose(policy, request, [view]).predicted_ttft_s for view in (idle, busy))
     assert alone_s is not None
     assert behind_s is not None
     assert alone_s == pytest.approx(0.5 + 1500 * TOKEN_S, rel=0.1)
@@ -187,7 +188,7 @@ def test_an_answer_is_late_when_noise_does_not_explain_it() -> None:
     state = PodState(pool)
     state.sent("a", prompt_tokens=5000, uncached_tokens=5000, output_tokens=4, now_s=0.0)
     assert pool.spread == pytest.approx(math.e - 1, rel=0.05)
-    waits_s = [state.view(PodId("pod"), now_s=now_s).prefill_free_at_s - now_s for now_s in (1.0, 1.2, 3.0, 30.0)]
+    waits_s = [seen_of(state, now_s).free_at_s - now_s for now_s in (1.0, 1.2, 3.0, 30.0)]
     assert max(waits_s[:2]) <= 0
     assert waits_s[2:] == pytest.approx([1.6, 28.6], abs=0.3)
 
@@ -216,7 +217,7 @@ def test_an_answer_teaches_by_what_was_computed_not_by_what_was_believed(compute
         state.finished(str(i), now_s=now_s + 0.01, uncached_tokens=computed)
         now_s += 0.02
     expected_s = 0.01 + TOKEN_S * computed
-    learnt_s = state.view(PodId("pod"), now_s=now_s).overhead_s + state.cost.token_s * computed
+    learnt_s = seen_of(state, now_s).overhead_s + state.cost.token_s * computed
     assert learnt_s == pytest.approx(expected_s, rel=0.1)
 
 
@@ -254,8 +255,8 @@ def test_too_few_answers_are_not_told() -> None:
     assert pods.pool.learnt is None
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_prompt_that_is_cached_whole_teaches_whatever_the_fit_is(is_told: bool) -> None:
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_a_prompt_that_is_cached_whole_teaches_whatever_the_fit_is(is_synced: bool) -> None:
     """If times grow faster than prompts, the line through them expects no time at all of no tokens."""
     state, now_s = PodState(), 0.0
 
@@ -271,7 +272,7 @@ def test_a_prompt_that_is_cached_whole_teaches_whatever_the_fit_is(is_told: bool
             serve(tokens, seconds, 0, tokens)
     assert state.speed.overhead_s == 0.0
     for _ in range(60):
-        serve(1000, 0.01, 1000 if is_told else None, 0)
+        serve(1000, 0.01, 1000 if is_synced else None, 0)
     assert not state._decoding
     assert not state._pending
     assert state._context_tokens == 0

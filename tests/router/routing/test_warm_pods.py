@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,23 +11,25 @@ from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from router.routing.policies import make_policy
 from router.views.pod_state import PodState
-from router.views.types import Decision, PodId, PodView, RequestInfo
+from router.views.table import CandidatePods
+from router.views.types import Decision, PodId, RequestInfo
 from tests.router.routing.fleet import STRIDE_TOKENS, Arrival, Fleet
+from tests.router.routing.pods import Made, choose, seen_of
 
 NOW_S = 100.0
 COST = StepCost(base_s=6e-3, token_s=22e-6, attention_s=1e-9, context_s=7e-8, sequence_s=2e-5)
 
 
-def warm(count: int) -> list[PodView]:
+def warm(count: int) -> list[Made]:
     """Return pods that hold 2,000 of 2,100 tokens, each with ten decoding requests."""
     return [
-        PodView(
+        Made(
             PodId(f"pod-{i}"),
             matched_tokens=2000,
             in_flight=10,
             decoding=10,
             context_tokens=20_000,
-            prefill_free_at_s=NOW_S - 1,
+            free_at_s=NOW_S - 1,
             cost=COST,
         )
         for i in range(count)
@@ -43,16 +43,15 @@ def request(number: int = 0, output_tokens: int = 64) -> RequestInfo:
 @given(waiting=st.lists(st.integers(0, 5), min_size=2, max_size=8), number=st.integers(0, 50))
 def test_the_least_busy_of_equally_warm_pods_is_chosen(waiting: list[int], number: int) -> None:
     pods = [replace(pod, in_flight=10 + count) for pod, count in zip(warm(len(waiting)), waiting, strict=True)]
-    chosen = make_policy("predicted_ttft").choose(request(number), pods).pod
+    chosen = choose(make_policy("predicted_ttft"), request(number), pods).pod
     assert waiting[chosen] == min(waiting)
 
 
-@given(outputs=st.lists(st.integers(1, 2000), min_size=8, max_size=8))
-def test_equally_warm_pods_take_turns_however_long_the_answers(outputs: list[int]) -> None:
+@given(output_tokens=st.integers(1, 2000))
+def test_equally_warm_pods_take_turns(output_tokens: int) -> None:
     policy = make_policy("predicted_ttft")
-    chosen = [policy.choose(request(i, tokens), warm(4)).pod for i, tokens in enumerate(outputs)]
-    assert sorted(chosen[:4]) == [0, 1, 2, 3]
-    assert chosen[4:] == chosen[:4]
+    chosen = [choose(policy, request(i, output_tokens), warm(4)).pod for i in range(12)]
+    assert all(sorted(chosen[i : i + 4]) == [0, 1, 2, 3] for i in (0, 4, 8))
 
 
 def test_a_pod_whose_step_has_just_begun_is_left_to_it() -> None:
@@ -62,7 +61,7 @@ def test_a_pod_whose_step_has_just_begun_is_left_to_it() -> None:
     policy = make_policy("predicted_ttft")
     for i, pod in enumerate(pods):
         halfway = replace(pod, stepped_s=NOW_S - 0.6 * step_s)
-        assert policy.choose(request(i), [*fresh[:i], halfway, *fresh[i + 1 :]]).pod == i
+        assert choose(policy, request(i), [*fresh[:i], halfway, *fresh[i + 1 :]]).pod == i
 
 
 @given(since=st.floats(0, 3), more=st.integers(0, 100))
@@ -71,7 +70,7 @@ def test_a_pod_with_more_to_decode_is_no_sooner_done(since: float, more: int) ->
     pod = replace(warm(1)[0], stepped_s=NOW_S - since * 8e-3)
     busier = replace(pod, in_flight=10 + more, decoding=10 + more, context_tokens=20_000 + 2000 * more)
     before, after = (
-        make_policy("predicted_ttft").choose(request(), [view], explain=True).scores[0].score for view in (pod, busier)
+        choose(make_policy("predicted_ttft"), request(), [view], explain=True).scores[0].score for view in (pod, busier)
     )
     assert after >= before
 
@@ -79,70 +78,12 @@ def test_a_pod_with_more_to_decode_is_no_sooner_done(since: float, more: int) ->
 STEP_S = COST.base_s + 10 * COST.sequence_s + 20_000 * COST.context_s
 
 
-@given(
-    since=st.lists(st.floats(1.0, 1.9), min_size=2, max_size=8),
-    young=st.integers(0, 7),
-    age=st.floats(0.0, 0.7),
-    number=st.integers(0, 50),
-)
-def test_a_warm_pod_that_was_just_sent_a_request_is_left_alone(
-    since: list[float], young: int, age: float, number: int
-) -> None:
-    """All pods have a request without a first token. The pod that got its request last seems to have half a step less
-    to do."""
-    young %= len(since)
-    pods = [
-        replace(pod, in_flight=11, sent_s=NOW_S - steps * STEP_S, prefill_free_at_s=NOW_S + 1.9 * STEP_S)
-        for pod, steps in zip(warm(len(since)), since, strict=True)
-    ]
-    pods[young] = replace(pods[young], sent_s=NOW_S - age * STEP_S, prefill_free_at_s=NOW_S + 1.4 * STEP_S)
-    assert make_policy("predicted_ttft").choose(request(number), pods).pod != young
-
-
-@given(ahead=st.floats(0.8, 20), age=st.floats(0.0, 1.0), number=st.integers(0, 50))
-def test_no_turn_sends_a_request_behind_a_known_prefill(ahead: float, age: float, number: int) -> None:
-    """One pod was just sent a request; all others have over half a step more to compute before this request."""
-    pods = [
-        replace(pod, in_flight=11, sent_s=NOW_S - 5 * STEP_S, prefill_free_at_s=NOW_S + (1 + ahead) * STEP_S)
-        for pod in warm(4)
-    ]
-    pods[2] = replace(pods[2], sent_s=NOW_S - age * STEP_S, prefill_free_at_s=NOW_S + STEP_S)
-    assert make_policy("predicted_ttft").choose(request(number), pods).pod == 2
-
-
-def test_among_warm_pods_that_all_have_just_been_sent_a_request_the_longest_ago_is_next() -> None:
-    pods = [
-        replace(
-            pod,
-            in_flight=11,
-            sent_s=NOW_S - (0.2 + 0.2 * i) * STEP_S,
-            prefill_free_at_s=NOW_S + (0.8 + 0.1 * i) * STEP_S,
-        )
-        for i, pod in enumerate(warm(4))
-    ]
-    explained = make_policy("predicted_ttft").choose(request(), pods, explain=True)
-    assert explained.pod == 3
-    uneven_s = [score.parts["tied_uneven_s"] for score in explained.scores]
-    assert uneven_s == sorted(uneven_s, reverse=True)
-    assert min(uneven_s) > 0
-
-
-@given(age=st.floats(0.0, 3.0), wait=st.floats(0.0, 3.0))
-def test_a_request_just_sent_makes_no_pod_worse_than_one_that_lacks_the_prompt(age: float, wait: float) -> None:
-    holder, other = warm(2)
-    holder = replace(holder, in_flight=11, prefill_free_at_s=NOW_S + wait * STEP_S)
-    other = replace(other, matched_tokens=0)
-    before, after = (
-        make_policy("predicted_ttft").choose(request(), [replace(holder, sent_s=sent_s), other]).pod
-        for sent_s in (float("-inf"), NOW_S - age * STEP_S)
-    )
-    assert after == before
-
-
-def test_an_answered_request_is_no_reason_to_leave_a_warm_pod_alone() -> None:
-    pods = [replace(pod, sent_s=NOW_S - 0.9 * STEP_S, stepped_s=NOW_S - 0.1 * STEP_S) for pod in warm(3)]
-    pods[1] = replace(pods[1], sent_s=NOW_S - 0.1 * STEP_S, stepped_s=NOW_S - 0.6 * STEP_S)
-    assert make_policy("predicted_ttft").choose(request(), pods).pod == 1
+@given(ahead=st.floats(0.8, 20), number=st.integers(0, 50))
+def test_no_turn_sends_a_request_behind_a_known_prefill(ahead: float, number: int) -> None:
+    """All pods but one have over half a step more to compute before this request."""
+    pods = [replace(pod, in_flight=11, free_at_s=NOW_S + (1 + ahead) * STEP_S) for pod in warm(4)]
+    pods[2] = replace(pods[2], free_at_s=NOW_S + STEP_S)
+    assert choose(make_policy("predicted_ttft"), request(number), pods).pod == 2
 
 
 def test_a_pod_is_seen_to_step_when_a_token_comes_first_or_last() -> None:
@@ -150,30 +91,12 @@ def test_a_pod_is_seen_to_step_when_a_token_comes_first_or_last() -> None:
     state.report(LoadReport(cost=COST), now_s=0.0)
     seen = []
     state.sent("a", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.0)
-    seen.append(state.view(PodId("p"), now_s=1.0).stepped_s)
+    seen.append(seen_of(state, 1.0).stepped_s)
     state.first_token("a", now_s=1.2)
-    seen.append(state.view(PodId("p"), now_s=1.25).stepped_s)
+    seen.append(seen_of(state, 1.25).stepped_s)
     state.finished("a", now_s=1.5)
-    seen.append(state.view(PodId("p"), now_s=1.6).stepped_s)
+    seen.append(seen_of(state, 1.6).stepped_s)
     assert seen == [float("-inf"), 1.2, 1.5]
-
-
-def test_the_time_of_a_pods_last_request_counts_whichever_gateway_sent_it() -> None:
-    state = PodState()
-    assert state.view(PodId("p"), now_s=1.0).sent_s == float("-inf")
-    state.sent("a", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.0)
-    state.sent_elsewhere("b", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=0.9)
-    assert state.view(PodId("p"), now_s=1.1).sent_s == 1.0
-    state.sent_elsewhere("c", prompt_tokens=100, uncached_tokens=100, output_tokens=10, now_s=1.2)
-    assert (state.view(PodId("p"), now_s=1.3).sent_s, state.row(1.3).sent_s) == (1.2, 1.2)
-
-
-def test_a_waiting_request_makes_a_pod_dearer_by_its_further_wait() -> None:
-    pods = warm(2)
-    pods[1] = replace(pods[1], in_flight=11)
-    parts = [score.parts for score in make_policy("predicted_ttft").choose(request(), pods, explain=True).scores]
-    assert parts[0]["sharing_s"] == 0
-    assert parts[1]["sharing_s"] == pytest.approx(parts[1]["own_s"])
 
 
 class Watched:
@@ -185,9 +108,9 @@ class Watched:
         self._policy = make_policy("predicted_ttft")
         self.first_s: dict[PodId, float] = {}
 
-    def choose(self, request: RequestInfo, pods: Sequence[PodView], *, explain: bool = False) -> Decision:
+    def choose(self, request: RequestInfo, pods: CandidatePods, *, explain: bool = False) -> Decision:
         decision = self._policy.choose(request, pods, explain=explain)
-        self.first_s.setdefault(pods[decision.pod].pod_id, request.now_s)
+        self.first_s.setdefault(pods.table.ids[decision.pod], request.now_s)
         return decision
 
 

@@ -14,7 +14,7 @@ LOST_S = 3.0
 """If a first token is overdue by more than this, its gateway is probably gone: gateways tell something every 2 s."""
 
 
-class Unheard:
+class OverdueElsewhere:
     """Requests that other gateways sent to one pod and that should have their first token by now."""
 
     __slots__ = ("_requests",)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.load import LoadReport, StepCost
+from router.views.overdue import LOST_S, TOLD_S
 from router.views.pod_state import PodState
-from router.views.types import PodId
-from router.views.unheard import LOST_S, TOLD_S
+from tests.router.routing.pods import seen_of
 
 COST = StepCost(base_s=0.01, token_s=1e-4)
 
@@ -23,11 +23,8 @@ def asked(tokens: int = 1000) -> tuple[PodState, float]:
 
 
 def wait_s(pod: PodState, now_s: float) -> float:
-    """Return the seconds until the pod could begin a request; its view and its row must agree."""
-    wait_s = max(0.0, pod.view(PodId("a"), now_s=now_s).prefill_free_at_s - now_s)
-    row = pod.row(now_s)
-    free_at_s = max(row.free_at_s, 2 * now_s - row.due_s + row.late_step_s) if row.due_s < now_s else row.free_at_s
-    assert max(0.0, free_at_s - now_s) == pytest.approx(wait_s)
+    """Return the seconds until the pod could begin a request; the pod and its row in a table must agree."""
+    wait_s = max(0.0, seen_of(pod, now_s).free_at_s - now_s)
     assert pod.queue_s(now_s) == pytest.approx(wait_s)
     return wait_s
 

@@ -10,25 +10,26 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
-from router.routing.debt import Debts
 from router.routing.policies import make_policy
-from router.views.pod_partition import Parting
-from router.views.types import Decision, PodId, PodView, RequestInfo
+from router.routing.replication import Ledger
+from router.views.pod_partition import PodPartition
+from router.views.types import Decision, PodId, RequestInfo
+from tests.router.routing.pods import Made, choose
 
 KEYS = tuple(PrefixKey(i) for i in range(1, 33))
 
 
 def test_a_debt_fades_and_is_found_by_matches_of_about_its_length() -> None:
-    debts = Debts()
-    assert debts.account(KEYS, 0) is None
-    account = debts.account(KEYS, 20)
-    assert account is not None
-    debts.book(account, 4.0, 0.0)
-    assert [debts.account(KEYS, strides) for strides in (20, 21, 23)] == [account] * 3
-    assert debts.account(KEYS, 30) != account
-    assert debts.owed_s(account, 10.0) == pytest.approx(2.0)
-    debts.book(account, 0.0, 10.0)
-    assert debts.owed_s(account, 10.0) == 0.0
+    ledger = Ledger()
+    assert ledger.booked_under(KEYS, 0) is None
+    prefix = ledger.booked_under(KEYS, 20)
+    assert prefix is not None
+    ledger.book(prefix, 4.0, 0.0)
+    assert [ledger.booked_under(KEYS, strides) for strides in (20, 21, 23)] == [prefix] * 3
+    assert ledger.booked_under(KEYS, 30) != prefix
+    assert ledger.owed_s(prefix, 10.0) == pytest.approx(2.0)
+    ledger.book(prefix, 0.0, 10.0)
+    assert ledger.owed_s(prefix, 10.0) == 0.0
 
 
 def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
@@ -39,8 +40,8 @@ def test_a_prefix_is_copied_once_waiting_has_cost_as_much_as_the_copy() -> None:
     for i in range(12):
         now_s = i * 0.01
         request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s)
-        holder = PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
-        chosen.append(policy.choose(request, [holder, PodView(PodId("b"), cost=cost)]).pod)
+        holder = Made(PodId("a"), matched_tokens=300, cost=cost, free_at_s=now_s + 0.005)
+        chosen.append(choose(policy, request, [holder, Made(PodId("b"), cost=cost)]).pod)
     assert chosen[:3] == [0, 0, 0]
     assert chosen.count(1) in (1, 2)
 
@@ -68,10 +69,10 @@ def _with_one_holder(behind_s: Sequence[tuple[float, float]]) -> list[int]:
         now_s = i * 0.01
         request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s)
         pods = [
-            PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + waits_s[0]),
-            PodView(PodId("b"), cost=cost, prefill_free_at_s=now_s + waits_s[1]),
+            Made(PodId("a"), matched_tokens=300, cost=cost, free_at_s=now_s + waits_s[0]),
+            Made(PodId("b"), cost=cost, free_at_s=now_s + waits_s[1]),
         ]
-        chosen.append(policy.choose(request, pods).pod)
+        chosen.append(choose(policy, request, pods).pod)
         if chosen[-1]:
             break
     return chosen
@@ -88,39 +89,39 @@ def test_what_a_copy_saves_its_own_request_is_not_paid_from_the_debt() -> None:
     for i in range(3):
         request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, i / 1000)
         pods = [
-            PodView(
+            Made(
                 PodId(name),
                 matched_tokens=300 if number in holders else 0,
                 cost=cost,
-                prefill_free_at_s=request.now_s + (0.025 if number in holders else 0.0),
+                free_at_s=request.now_s + (0.025 if number in holders else 0.0),
             )
             for number, name in enumerate("abc")
         ]
-        chosen.append(policy.choose(request, pods).pod)
+        chosen.append(choose(policy, request, pods).pod)
         holders.append(chosen[-1])
     assert chosen[0] == 0
     assert sorted(chosen) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_another_gateways_copy_pays_the_debt_if_gateways_tell_each_other(is_told: bool) -> None:
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_another_gateways_copy_pays_the_debt_if_gateways_tell_each_other(is_synced: bool) -> None:
     """If they do not, each gateway counts only what its own requests lose, whatever another gateway copies."""
     policy, cost = make_policy("predicted_ttft"), StepCost(token_s=1e-4)
-    parting = Parting(0.0, 0.5, 0.0, (0.5,), is_told=is_told)
+    partition = PodPartition(0.0, 0.5, 0.0, (0.5,), is_synced=is_synced)
     decision: Decision | None = None
     for i, holders in enumerate(["a", "a", "ac"]):
         now_s = i * 0.01
         pods = [
-            PodView(PodId(name), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
+            Made(PodId(name), matched_tokens=300, cost=cost, free_at_s=now_s + 0.005)
             if name in holders
-            else PodView(PodId(name), cost=cost)
+            else Made(PodId(name), cost=cost)
             for name in "abc"
         ]
-        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, parting=parting)
-        decision = policy.choose(request, pods, explain=True)
-        assert policy.choose(request, pods).pod in (0, 2)
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, partition=partition)
+        decision = choose(policy, request, pods, explain=True)
+        assert choose(policy, request, pods).pod in (0, 2)
     assert decision is not None
-    assert (decision.scores[1].parts["credit_s"] > 0) is not is_told
+    assert (decision.scores[1].parts["replication_s"] < 0) is not is_synced
 
 
 def _copied_at(gateways: int, copies: int) -> int:
@@ -131,16 +132,16 @@ def _copied_at(gateways: int, copies: int) -> int:
     for i in range(1000):
         now_s, gateway = i * 0.1, i % gateways
         low, high = gateway / gateways, (gateway + 1) / gateways
-        meets = tuple(n / gateways for n in range(1, gateways))
-        parting = Parting(low, high, 0.0, meets, is_told=True) if gateways > 1 else None
-        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, parting=parting)
+        borders = tuple(n / gateways for n in range(1, gateways))
+        partition = PodPartition(low, high, 0.0, borders, is_synced=True) if gateways > 1 else None
+        request = RequestInfo((*KEYS[:3], PrefixKey(100 + i)), 400, now_s, partition=partition)
         pods = [
-            PodView(PodId(str(number)), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
+            Made(PodId(str(number)), matched_tokens=300, cost=cost, free_at_s=now_s + 0.005)
             if number in holders
-            else PodView(PodId(str(number)), cost=cost)
+            else Made(PodId(str(number)), cost=cost)
             for number in range(8)
         ]
-        holders.add(policies[gateway].choose(request, pods).pod)
+        holders.add(choose(policies[gateway], request, pods).pod)
         if len(holders) > copies:
             return i
     return 1000
@@ -159,23 +160,23 @@ def test_several_gateways_copy_a_prefix_after_about_as_many_requests_as_one(copi
 @given(high=st.floats(0.0, 1.0), gateways=st.integers(2, 8))
 def test_a_request_stands_for_no_more_others_than_there_are_gateways(high: float, gateways: int) -> None:
     """Otherwise a gateway with hardly any traffic would copy a prefix for each millisecond that a request waits."""
-    meets = tuple([high + (1 - high) * n / (gateways - 1) for n in range(gateways - 1)])
-    parting = Parting(0.0, high, 0.0, meets, is_told=True)
-    assert parting.share >= 1 / gateways
-    assert parting.share >= high
-    assert parting._replace(is_told=False).share == 1.0, "the other gateways make their own copies"
+    borders = tuple([high + (1 - high) * n / (gateways - 1) for n in range(gateways - 1)])
+    partition = PodPartition(0.0, high, 0.0, borders, is_synced=True)
+    assert partition.share >= 1 / gateways
+    assert partition.share >= high
+    assert partition._replace(is_synced=False).share == 1.0, "the other gateways make their own copies"
 
 
 def test_a_copy_by_another_gateway_is_what_was_owed() -> None:
-    debts = Debts()
-    account = debts.account(KEYS, 20)
-    assert account is not None
-    debts.book(account, 4.0, 0.0, lacking=7)
-    assert debts.owed_s(account, 0.0, lacking=7) == 4.0
-    assert debts.owed_s(account, 0.0, lacking=8) == 4.0, "one pod evicted the copy"
-    assert debts.owed_s(account, 0.0, lacking=6) == 0.0
-    debts.book(account, 4.0, 0.0, lacking=6)
-    assert debts.owed_s(account, 0.0, lacking=6) == 4.0, "what later requests lose is owed for the next copy"
+    ledger = Ledger()
+    prefix = ledger.booked_under(KEYS, 20)
+    assert prefix is not None
+    ledger.book(prefix, 4.0, 0.0, lacking=7)
+    assert ledger.owed_s(prefix, 0.0, lacking=7) == 4.0
+    assert ledger.owed_s(prefix, 0.0, lacking=8) == 4.0, "one pod evicted the copy"
+    assert ledger.owed_s(prefix, 0.0, lacking=6) == 0.0
+    ledger.book(prefix, 4.0, 0.0, lacking=6)
+    assert ledger.owed_s(prefix, 0.0, lacking=6) == 4.0, "what later requests lose is owed for the next copy"
 
 
 @given(own=st.integers(1, 30))
@@ -186,12 +187,12 @@ def test_a_debt_pays_in_full_for_a_usual_prompt_and_in_part_for_a_longer_one(own
 
     def ask(tokens: int, now_s: float, *, explain: bool) -> Decision:
         keys = (*KEYS[:3], *(PrefixKey(100 + i) for i in range(tokens // 100)))
-        holder = PodView(PodId("a"), matched_tokens=300, cost=cost, prefill_free_at_s=now_s + 0.005)
-        pods = [holder, PodView(PodId("b"), cost=cost)]
-        return policy.choose(RequestInfo(keys, 300 + tokens, now_s), pods, explain=explain)
+        holder = Made(PodId("a"), matched_tokens=300, cost=cost, free_at_s=now_s + 0.005)
+        pods = [holder, Made(PodId("b"), cost=cost)]
+        return choose(policy, RequestInfo(keys, 300 + tokens, now_s), pods, explain=explain)
 
     for i in range(3):
         assert ask(100, i * 0.01, explain=False).pod == 0
-    usual, other = (ask(100 * count, 0.03, explain=True).scores[1].parts["credit_s"] for count in (1, own))
+    usual, other = (-ask(100 * count, 0.03, explain=True).scores[1].parts["replication_s"] for count in (1, own))
     assert usual > 0.01
     assert other == pytest.approx(usual * min(1.0, (300 + 100) / (300 + 100 * own)), rel=0.01)

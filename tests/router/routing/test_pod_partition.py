@@ -9,28 +9,29 @@ from hypothesis import strategies as st
 from engine.contract.load import StepCost
 from router.routing.policies import make_policy
 from router.routing.predicted_ttft import PredictedTtft
-from router.views.pod_partition import EQUAL, LEAST_PART, Gateways, Parting, parted
-from router.views.types import PodId, PodView, RequestInfo
+from router.views.pod_partition import EQUAL, LEAST_PART, Gateways, PodPartition, partition_of
+from router.views.types import PodId, RequestInfo
+from tests.router.routing.pods import Made, choose
 
 COST = StepCost(base_s=6e-3, token_s=22e-6)
 WORK = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=2)
 
 
-def parting(own: str, work_s: dict[str, float], now_s: float = 0.0) -> Parting | None:
+def partition(own: str, work_s: dict[str, float], now_s: float = 0.0) -> PodPartition | None:
     gateways = Gateways(own)
     for name, seconds in work_s.items():
         if name == own:
             gateways.sent(seconds, now_s)
         else:
             gateways.heard(name, seconds, 0.07, now_s)
-    return gateways.parting(now_s)
+    return gateways.partition(now_s)
 
 
 @given(WORK, st.integers(1, 40), st.floats(0, 1e6))
 def test_every_pod_is_somebodys_own_and_nobodys_twice(work_s: dict[str, float], pods: int, now_s: float) -> None:
     total = sum(work_s.values())
     loud = {name: seconds for name, seconds in work_s.items() if seconds > 0.01 * total}
-    found = {name: parting(name, work_s, now_s) for name in loud}
+    found = {name: partition(name, work_s, now_s) for name in loud}
     if len(loud) < 2:
         assert not any(found.values())
         return
@@ -48,7 +49,7 @@ def test_every_pod_is_somebodys_own_and_nobodys_twice(work_s: dict[str, float], 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 300))
 def test_own_rows_are_the_pods_of_which_a_part_is_its_own(one: float, other: float, pods: int) -> None:
-    place = Parting(min(one, other), max(one, other), 0.0)
+    place = PodPartition(min(one, other), max(one, other), 0.0)
     parts = [place.part(row, pods) for row in range(pods)]
     own = place.own_rows(pods)
     assert sum(parts) == pytest.approx(place.own_pods(pods))
@@ -58,12 +59,12 @@ def test_own_rows_are_the_pods_of_which_a_part_is_its_own(one: float, other: flo
 
 
 def test_a_gateway_alone_or_among_silent_ones_has_all() -> None:
-    assert parting("a", {"a": 1.0}) is None
-    assert parting("a", {"a": 1.0, "b": 0.001}) is None
+    assert partition("a", {"a": 1.0}) is None
+    assert partition("a", {"a": 1.0, "b": 0.001}) is None
     gateways = Gateways("a")
     gateways.heard("b", 1.0, 0.07, 0.0)
     gateways.sent(1.0, 1000.0)
-    assert gateways.parting(1000.0) is None  # the last message from b is long past
+    assert gateways.partition(1000.0) is None  # the last message from b is long past
 
 
 def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
@@ -75,7 +76,7 @@ def unseen_s(rate: float, delay_s: float, *, seconds: float = 200.0) -> float:
             gateways.heard("b", 0.1, delay_s, now_s)
             sent += 0.1
         now_s += 0.1
-    found = gateways.parting(seconds)
+    found = gateways.partition(seconds)
     assert found is not None
     return found.unseen_s
 
@@ -95,21 +96,21 @@ def test_at_most_one_request_of_other_gateways_is_counted_on_a_pod() -> None:
 
 
 def test_two_gateways_that_see_the_same_do_not_choose_the_same_pod() -> None:
-    pods = [PodView(PodId(f"pod-{i}"), cost=COST) for i in range(4)]
+    pods = [Made(PodId(f"pod-{i}"), cost=COST) for i in range(4)]
     chosen = []
-    for place in (Parting(0.0, 0.5, 0.05), Parting(0.5, 1.0, 0.05)):
+    for place in (PodPartition(0.0, 0.5, 0.05), PodPartition(0.5, 1.0, 0.05)):
         policy = make_policy("predicted_ttft")
-        chosen.append(policy.choose(RequestInfo((), 2000, 0.0, parting=place), pods).pod)
+        chosen.append(choose(policy, RequestInfo((), 2000, 0.0, partition=place), pods).pod)
     assert chosen[0] in (0, 1)
     assert chosen[1] in (2, 3)
 
 
 def test_shares_that_differ_by_chance_are_even() -> None:
     for own, (low, high) in (("a", (0.0, 0.5)), ("b", (0.5, 1.0))):
-        found = parting(own, {"a": 1.15, "b": 1.0})
+        found = partition(own, {"a": 1.15, "b": 1.0})
         assert found is not None
-        assert (found.low, found.high, found.meets) == (low, high, (0.5,))
-    uneven = parting("a", {"a": 1.6, "b": 1.0})
+        assert (found.low, found.high, found.borders) == (low, high, (0.5,))
+    uneven = partition("a", {"a": 1.6, "b": 1.0})
     assert uneven is not None
     assert uneven.high == pytest.approx(1.6 / 2.6)
 
@@ -117,12 +118,12 @@ def test_shares_that_differ_by_chance_are_even() -> None:
 def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> int:
     """Return the choice of gateway `own`, one of four, whose own pods are `busy`. All pods have been used in order."""
     views = [
-        PodView(
+        Made(
             PodId(f"pod-{i:02}"),
             matched_tokens=1900 * is_warm,
             cost=COST,
             in_flight=int(i in busy),
-            prefill_free_at_s=10.0 * (i in busy),
+            free_at_s=10.0 * (i in busy),
         )
         for i in range(pods)
     ]
@@ -130,8 +131,8 @@ def chosen_by_guest(own: str, busy: set[int], pods: int, *, is_warm: bool) -> in
     assert isinstance(policy, PredictedTtft)
     for i in range(pods):
         policy.sent_elsewhere(PodId(f"pod-{i:02}"), 2000 + i, 0.1)
-    place = parted(dict.fromkeys("abcd", 1.0), own, 0.01, is_told=True)
-    return policy.choose(RequestInfo((), 2000, 0.2, parting=place), views).pod
+    place = partition_of(dict.fromkeys("abcd", 1.0), own, 0.01, is_synced=True)
+    return choose(policy, RequestInfo((), 2000, 0.2, partition=place), views).pod
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
@@ -153,31 +154,31 @@ def test_a_guest_passes_by_a_gateway_that_has_one_idle_pod() -> None:
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_pod_that_another_gateway_used_had_its_turn(is_warm: bool) -> None:
     """Among equal pods, the one used longest ago is next, whichever gateway used it."""
-    pods = [PodView(PodId(f"pod-{i}"), matched_tokens=1900 * is_warm, cost=COST) for i in range(4)]
+    pods = [Made(PodId(f"pod-{i}"), matched_tokens=1900 * is_warm, cost=COST) for i in range(4)]
     policy = make_policy("predicted_ttft")
     assert isinstance(policy, PredictedTtft)
     for pod in (0, 1, 3):
         policy.sent_elsewhere(PodId(f"pod-{pod}"), 2000, 0.1)
-    assert policy.choose(RequestInfo((), 2000, 0.2), pods).pod == 2
+    assert choose(policy, RequestInfo((), 2000, 0.2), pods).pod == 2
     policy.sent_elsewhere(PodId("pod-2"), 9000, 0.3)
     policy.sent_elsewhere(PodId("pod-0"), 9000, 0.3)
-    assert policy.choose(RequestInfo((), 2000, 0.4), pods).pod in (1, 3)
+    assert choose(policy, RequestInfo((), 2000, 0.4), pods).pod in (1, 3)
 
 
 def test_fear_of_others_makes_no_copy() -> None:
-    pods = [PodView(PodId("pod-0"), cost=COST), PodView(PodId("pod-1"), matched_tokens=1900, cost=COST)]
-    request = RequestInfo((), 2000, 0.0, parting=Parting(0.0, 0.5, 10.0))
-    assert make_policy("predicted_ttft").choose(request, pods).pod == 1
+    pods = [Made(PodId("pod-0"), cost=COST), Made(PodId("pod-1"), matched_tokens=1900, cost=COST)]
+    request = RequestInfo((), 2000, 0.0, partition=PodPartition(0.0, 0.5, 10.0))
+    assert choose(make_policy("predicted_ttft"), request, pods).pod == 1
 
 
 def test_a_full_pod_is_left_alone_if_what_it_evicts_is_missed() -> None:
     pods = [
-        PodView(PodId("pod-0"), cost=COST, room_tokens=0.0),
-        PodView(PodId("pod-1"), cost=COST, room_tokens=5000.0, in_flight=1, decoding=1, prefill_free_at_s=0.03),
+        Made(PodId("pod-0"), cost=COST, room_tokens=0.0),
+        Made(PodId("pod-1"), cost=COST, room_tokens=5000.0, in_flight=1, decoding=1, free_at_s=0.03),
     ]
     policy = make_policy("predicted_ttft")
-    assert policy.choose(RequestInfo((), 2000, 0.0), pods, explain=True).pod == 0
-    decision = policy.choose(RequestInfo((), 2000, 0.0, regret=2.0), pods, explain=True)
+    assert choose(policy, RequestInfo((), 2000, 0.0), pods, explain=True).pod == 0
+    decision = choose(policy, RequestInfo((), 2000, 0.0, regret=2.0), pods, explain=True)
     assert decision.pod == 1
     assert decision.scores[0].parts["evict_s"] == pytest.approx(2 * (2000 + 128) * COST.token_s)
     assert decision.scores[1].parts["evict_s"] == 0.0

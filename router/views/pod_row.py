@@ -1,4 +1,4 @@
-"""A pod in numbers, for decisions that look at many pods at once."""
+"""A pod in numbers: one row of a table of pods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Number = TypeVar("Number")
 
 
 class PodRow(NamedTuple, Generic[Number]):
-    """`PodView` in numbers that do not change while time passes: `wide.py` has a column for each.
+    """What is known of a pod, in numbers that do not change while time passes: `PodTable` has a column for each.
 
     A request waits until `free_at_s`. If `due_s` was x seconds ago, the request waits at least x seconds from now, plus
     a step of `late_step_s`. Then it waits for what other gateways sent: the time to `others_until_s`, times
@@ -32,8 +32,6 @@ class PodRow(NamedTuple, Generic[Number]):
     decoding: Number
     context_tokens: Number
     stepped_s: Number
-    sent_s: Number
-    fullness: Number
     token_s: Number
     overhead_s: Number
     weight: Number
@@ -43,9 +41,3 @@ class PodRow(NamedTuple, Generic[Number]):
     is_prior: Number
     valid_until_s: Number
     """When the row has to be rebuilt even if nothing happens to the pod."""
-
-
-def fullness(kv_used: float) -> float:
-    """Return the measure that KV pressure is proportional to: convex, about 6 at 90 %, and 46 from 98 % on."""
-    full = min(kv_used, 0.98)
-    return full**4 / (1 - full)
