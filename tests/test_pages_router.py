@@ -24,6 +24,8 @@ from router.events import follow
 from router.fleet import targets
 from router.kubernetes import pods
 from router.reading.inbound import BODY_FIELD, SESSION_FIELDS
+from router.routing.terms import DELAY_TERMS, REPLICATION_TERMS, TTFT_TERMS
+from router.routing.ties import RULES
 from router.settings.gateway import GatewaySettings
 from router.tenants import tenant_file
 from tests.charts.monitoring.exported import gateway_text
@@ -198,6 +200,13 @@ def test_states_of_kv_events() -> None:
     answers = [each for node in ast.walk(state) if isinstance(node, ast.Return) for each in ast.walk(node)]
     states = {each.value for each in answers if isinstance(each, ast.Constant)}
     assert {cells[0].strip("`") for cells in rows(table)} == states
+
+
+def test_terms_and_rules_of_the_default_policy() -> None:
+    text = section(text_of("routing/POLICIES.md"), "`predicted_ttft` (default)")
+    names = [cells[0].strip("`") for cells in rows(text)]
+    terms = (*TTFT_TERMS, *DELAY_TERMS, *REPLICATION_TERMS)
+    assert names == [each.__name__ for each in (*terms, *RULES)]
 
 
 # What the pages say of fields.
