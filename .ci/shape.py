@@ -66,14 +66,6 @@ EXCUSED = (
     Excused("packed", "router/forwarding/tracing.py", "the parts of a request are being joined"),
     Excused(
         "parameters",
-        "router/operators/admin.py::Admin.__init__",
-        "the parts of a request are being joined; then its assembly",
-    ),
-    Excused(
-        "lines", "router/startup/handlers.py::handlers", "the parts of a request are being joined; then its assembly"
-    ),
-    Excused(
-        "parameters",
         "tests/engine/cuda/kernels/test_attention_seam.py::Wrapper.plan",
         "stands in for a function of another library, which has these parameters",
     ),

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from aiohttp import web
@@ -32,7 +33,7 @@ from router.forwarding.resuming import Resuming
 from router.forwarding.sender import Limits, Sender
 from router.forwarding.tracing import TRACER
 from router.forwarding.waiting import RoomLimits, WaitingRoom
-from router.operators.admin import Admin
+from router.operators.explain import Explain
 from router.operators.exposition import (
     Exposition,
     client_values,
@@ -45,6 +46,7 @@ from router.operators.exposition import (
 from router.operators.model_list import ModelList
 from router.operators.pod_list import PodList
 from router.operators.readiness import Readiness
+from router.operators.resets import Resets
 from router.overload.line import LineLimits
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
@@ -54,7 +56,6 @@ from router.reading.names import Models
 from router.registry.reader import RegistryReader
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.startup.parts import (
-    ADMIN,
     ADMISSION,
     CACHE_STORE,
     CHOOSER,
@@ -64,6 +65,7 @@ from router.startup.parts import (
     DISCOVERY,
     ENGINES,
     EVENTS,
+    EXPLAIN,
     EXPOSITION,
     FLEET,
     GENERATE,
@@ -83,6 +85,7 @@ from router.startup.parts import (
     READINESS,
     RECORDER,
     REGISTRY,
+    RESETS,
     ROOM,
     SCRAPER,
     SENT_REPORTS,
@@ -105,23 +108,34 @@ ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vll
 --schedule-low-priority-values-first)."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestParts:
+    """The parts on the way of a request that clients' handlers, operators' handlers and the picker share."""
+
+    bodies: BodyLimits
+    reading: Reading
+    candidates: Candidates
+    conversations: Conversations
+    attempts: Attempts
+    accounting: FailureAccounting
+
+
 async def handlers(app: web.Application) -> AsyncIterator[None]:
     """Make the parts that read requests, decide, send them on and report, from parts that exist already."""
-    settings, fleet, metrics, index = app[SETTINGS], app[FLEET], app[METRICS], app[INDEX]
-    registry, sessions = WithEvents(app[REGISTRY], app[EVENTS]), Sessions(app[EVENTS])
-    estimates = Estimates()
-    constants = app[CONSTANTS]
-    options = PolicyOptions()
-    reader = Reader(
-        Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
-        estimates,
-        stride=constants.stride_bytes,
-        default_policy=settings.policy,
-        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
-        isolation=app[ISOLATION],
-        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
-    )
+    registry, estimates = WithEvents(app[REGISTRY], app[EVENTS]), Estimates()
+    _deciding(app, registry, estimates)
+    parts = _request_parts(app, estimates)
+    _answering(app, parts)
+    _picking(app, parts)
+    _reporting(app, registry)
+    _operating(app, parts)
+    yield
 
+
+def _deciding(app: web.Application, registry: RegistryView, estimates: Estimates) -> None:
+    """Make the chooser, its exchange with other gateways, and the room in which requests wait for a pod."""
+    settings, constants, fleet, metrics, index = app[SETTINGS], app[CONSTANTS], app[FLEET], app[METRICS], app[INDEX]
+    options = PolicyOptions()
     stride = constants.stride_bytes
     outbox = new_outbox(f"{socket.gethostname()}:{settings.port}", stride) if settings.redis_url else None
     app[SENT_REPORTS] = sent_reports = SentReports(app[REGISTRY].reports, outbox, asyncio.get_running_loop().time)
@@ -163,22 +177,22 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
             settings.goals,
         ),
     )
-    limits = Limits(
-        first_byte_s=settings.first_byte_timeout_s,
-        idle_s=settings.idle_timeout_s,
-        retries=constants.retries,
-        tells_cache=settings.cache_headers,
-        resumes=settings.resume_streams,
-        hedge_after_s=settings.hedge_after_s,
-    )
+
+
+def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
+    """Make what reads requests, names caches and records what became of requests; return it with what is shared."""
+    settings, constants, fleet, chooser, metrics = app[SETTINGS], app[CONSTANTS], app[FLEET], app[CHOOSER], app[METRICS]
+    sessions, conversations = Sessions(app[EVENTS]), Conversations(fleet, app[PLACES])
     bodies = BodyLimits(constants.body_timeout_s, constants.body_min_rate)
-    clock = asyncio.get_running_loop().time
-    candidates, conversations = Candidates(fleet, app[ROOM], chooser, clock), Conversations(fleet, app[PLACES])
-    attempts, accounting = Attempts(fleet, chooser, sessions), FailureAccounting(fleet, chooser, metrics)
-    sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, conversations, metrics, limits)
-    resuming = Resuming(fleet, chooser, attempts, sender, candidates, accounting, metrics, limits)
-    hedges = Hedges(limits.hedge_after_s, fleet, chooser, app[ROOM], metrics) if limits.hedge_after_s else None
-    proxy = Proxy(candidates, attempts, sender, resuming, accounting, hedges, limits)
+    reader = Reader(
+        Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
+        estimates,
+        stride=constants.stride_bytes,
+        default_policy=settings.policy,
+        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
+        isolation=app[ISOLATION],
+        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
+    )
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
         fleet,
@@ -199,10 +213,35 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         app[TRACER],
     )
     uploads = UploadLimits(settings.max_body_bytes, constants.max_upload_mib * MIB)
-    reading = Reading(reader, app[NAMED_CACHES], conversations, bodies, uploads)
+    return RequestParts(
+        bodies,
+        Reading(reader, app[NAMED_CACHES], conversations, bodies, uploads),
+        Candidates(fleet, app[ROOM], chooser, asyncio.get_running_loop().time),
+        conversations,
+        Attempts(fleet, chooser, sessions),
+        FailureAccounting(fleet, chooser, metrics),
+    )
+
+
+def _answering(app: web.Application, parts: RequestParts) -> None:
+    """Make the handlers that send requests on and pass the answers back."""
+    settings, constants, fleet, chooser, metrics = app[SETTINGS], app[CONSTANTS], app[FLEET], app[CHOOSER], app[METRICS]
+    attempts, candidates, accounting = parts.attempts, parts.candidates, parts.accounting
+    limits = Limits(
+        first_byte_s=settings.first_byte_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        retries=constants.retries,
+        tells_cache=settings.cache_headers,
+        resumes=settings.resume_streams,
+        hedge_after_s=settings.hedge_after_s,
+    )
+    sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, parts.conversations, metrics, limits)
+    resuming = Resuming(fleet, chooser, attempts, sender, candidates, accounting, metrics, limits)
+    hedges = Hedges(limits.hedge_after_s, fleet, chooser, app[ROOM], metrics) if limits.hedge_after_s else None
+    proxy = Proxy(candidates, attempts, sender, resuming, accounting, hedges, limits)
     app[GENERATE] = Generate(
         admission=app[ADMISSION],
-        reading=reading,
+        reading=parts.reading,
         proxy=proxy,
         limiter=app[LIMITER],
         recorder=app[RECORDER],
@@ -218,16 +257,21 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         settings.policy,
         settings.total_timeout_s,
     )
+
+
+def _picking(app: web.Application, parts: RequestParts) -> None:
+    """Make what the endpoint picker of other proxies needs."""
+    settings, constants, metrics = app[SETTINGS], app[CONSTANTS], app[METRICS]
     app[PICKER] = PickerParts(
         admission=app[ADMISSION],
-        reading=reading,
-        candidates=candidates,
-        conversations=conversations,
-        fleet=fleet,
+        reading=parts.reading,
+        candidates=parts.candidates,
+        conversations=parts.conversations,
+        fleet=app[FLEET],
         room=app[ROOM],
-        chooser=chooser,
-        attempts=attempts,
-        accounting=accounting,
+        chooser=app[CHOOSER],
+        attempts=parts.attempts,
+        accounting=parts.accounting,
         recorder=app[RECORDER],
         limiter=app[LIMITER],
         upstream=app[UPSTREAM],
@@ -246,20 +290,12 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
         ),
         objectives=app[OBJECTIVES],
     )
-    _reporting(app, registry)
-    app[ADMIN] = Admin(
-        app[SESSION],
-        app[UPSTREAM],
-        fleet,
-        app[ADMISSION],
-        reading,
-        chooser,
-        index,
-        app[EVENTS],
-        bodies,
-        app[CLIENT_KEYS],
-    )
-    yield
+
+
+def _operating(app: web.Application, parts: RequestParts) -> None:
+    """Make the operators' handlers."""
+    app[EXPLAIN] = Explain(app[ADMISSION], parts.reading, app[CHOOSER], parts.bodies, app[CLIENT_KEYS])
+    app[RESETS] = Resets(app[SESSION], app[UPSTREAM], app[FLEET], app[CHOOSER], app[INDEX], app[EVENTS])
 
 
 def _reporting(app: web.Application, registry: RegistryView) -> None:

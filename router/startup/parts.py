@@ -26,11 +26,12 @@ from router.fleet.scrape import Scraper
 from router.forwarding.recorder import Recorder
 from router.forwarding.waiting import WaitingRoom
 from router.kubernetes.inference_objectives import Objectives
-from router.operators.admin import Admin
+from router.operators.explain import Explain
 from router.operators.exposition import Exposition
 from router.operators.model_list import ModelList
 from router.operators.pod_list import PodList
 from router.operators.readiness import Readiness
+from router.operators.resets import Resets
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerParts
 from router.reading.names import Names
@@ -74,7 +75,8 @@ GENERATE = web.AppKey("generate", Generate)
 STORED = web.AppKey("stored", Stored)
 RECORDER = web.AppKey("recorder", Recorder)
 PICKER = web.AppKey("picker", PickerParts)
-ADMIN = web.AppKey("admin", Admin)
+EXPLAIN = web.AppKey("explain", Explain)
+RESETS = web.AppKey("resets", Resets)
 UPSTREAM = web.AppKey("upstream", UpstreamHeaders)
 CONNECTIONS = web.AppKey("connections", ClientConnections)
 ROOM = web.AppKey("room", WaitingRoom)

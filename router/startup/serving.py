@@ -30,12 +30,12 @@ from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app, kept
 from router.startup.parts import (
-    ADMIN,
     ADMISSION,
     CHOOSER,
     CONNECTIONS,
     CONSTANTS,
     DIED,
+    EXPLAIN,
     EXPOSITION,
     FLEET,
     INDEX,
@@ -45,6 +45,7 @@ from router.startup.parts import (
     POD_LIST,
     READINESS,
     RECORDER,
+    RESETS,
     ROOM,
     SETTINGS,
 )
@@ -76,7 +77,7 @@ def build_metrics_app(app: web.Application, connections: ClientConnections) -> w
 
 def build_admin_app(app: web.Application, connections: ClientConnections) -> web.Application:
     """Return the operators' application of the started `app`, for a port that no client reaches."""
-    readiness, admin, live = app[READINESS], app[ADMIN], make_live(app)
+    readiness, live = app[READINESS], make_live(app)
     pages = Pages(live)
     admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
@@ -92,8 +93,8 @@ def build_admin_app(app: web.Application, connections: ClientConnections) -> web
         ("/ui/state", pages.state),
     ):
         admin_app.router.add_get(path, handler)
-    admin_app.router.add_post("/v1/route/explain", admin.explain, expect_handler=no_go_ahead)
-    admin_app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
+    admin_app.router.add_post("/v1/route/explain", app[EXPLAIN].explain, expect_handler=no_go_ahead)
+    admin_app.router.add_post("/reset_prefix_cache", app[RESETS].reset_prefix_cache)
     return admin_app
 
 
