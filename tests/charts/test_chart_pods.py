@@ -263,7 +263,7 @@ def test_images(any_helm: Helm) -> None:
     objects = any_helm.render(CHART / "ci" / "exposed-values.yaml")
     images = {c["name"]: c["image"] for _, template in pod_templates(objects) for c in containers(template)}
     assert images["gateway"] == f"registry.example.com:5000/warmroute/gateway@sha256:{'0' * 64}"
-    assert images["engine"] == "registry.example.com:5000/warmroute/engine-cpu:0.2.0"
+    assert images["engine"] == "registry.example.com:5000/warmroute/engine-cpu:0.3.0.dev0"
     assert images["redis"] == "registry.example.com:5000/library/redis:7.4"
 
 
