@@ -45,9 +45,9 @@ class Excused:
 
 EXCUSED = (
     Excused(
-        "parameters", "engine/server/answers.py::CompletionAnswer.__init__", "fields of the API: still to be grouped"
+        "parameters", "engine/server/answers.py::CompletionAnswer.__init__", "the API's fields: still to be grouped"
     ),
-    Excused("parameters", "engine/server/choices.py::AnswerChoice.__init__", "fields of the API: still to be grouped"),
+    Excused("parameters", "engine/server/choices.py::AnswerChoice.__init__", "the API's fields: still to be grouped"),
     Excused(
         "lines",
         "engine/backend/cuda/kernels/*",
