@@ -300,7 +300,9 @@ def most_connections(wanted: int, descriptors: int) -> int:
         log.warning(
             "at most %d connections of clients may be open, not %d: the process may have %d file descriptors "
             "(ulimit -n), and a connection may need two",
-            *(possible, wanted, descriptors),
+            possible,
+            wanted,
+            descriptors,
         )
     return min(wanted, possible)
 

@@ -58,7 +58,9 @@ def spans_of(trace: Trace, exchange: Exchange, path: str, ended_s: float) -> lis
         more["gen_ai.response.time_to_first_chunk"] = round(exchange.first_byte_s - arrival.arrived_s, PLACES)
     spans = [
         request_span(
-            *(trace, path, inbound.model if inbound else ""),
+            trace,
+            path,
+            inbound.model if inbound else "",
             end_ns=at_ns(ended_s),
             status=int(status),
             error=_error(int(status), exchange),

@@ -1,0 +1,1 @@
+"""Other clients' libraries against the engine."""
