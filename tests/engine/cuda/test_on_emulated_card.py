@@ -16,9 +16,9 @@ CHOSEN = {
         "test_cuda_backend_gpu.py::test_answers_are_those_of_the_cpu[0]",
         "test_cuda_backend_gpu.py::test_started_as_the_program_starts_it",  # with graphs
         "test_cuda_backend_gpu.py::test_the_pool_takes_its_share_of_the_card",
-        "test_copies_torch.py::test_a_round_trip_keeps_every_bit",
-        "test_copies_torch.py::test_rates_of_both_directions_are_measured",
-        "test_copies_torch.py::test_an_error_of_the_card_ends_the_copy",
+        "copies/test_copies_torch.py::test_a_round_trip_keeps_every_bit",
+        "copies/test_copies_torch.py::test_rates_of_both_directions_are_measured",
+        "copies/test_copies_torch.py::test_an_error_of_the_card_ends_the_copy",
     ),
     "random:1": (f"test_cuda_backend_gpu.py::{GRAPHS}",),
     "eager": ("test_cuda_backend_gpu.py::test_a_launch_never_waits_for_the_card",),

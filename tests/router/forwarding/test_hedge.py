@@ -354,7 +354,7 @@ async def raced(count: int, busy: frozenset[str] | None) -> tuple[dict[str, int]
         doubtful=lambda _: frozenset(),
         busy=lambda _: busy,
         choose=lambda *_: choices[1],
-        hedged=count_one,
+        attempts=SimpleNamespace(hedged=count_one),
     )
     hedges = Hedges(0.0, *(cast(Any, parts),) * 4)
     inbound = cast(Inbound, SimpleNamespace(model="m", stream=True))

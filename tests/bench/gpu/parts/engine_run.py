@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ class NoMetrics:
         def inc(self) -> None: ...
 
     def __init__(self) -> None:
-        self.queue = self.step_failures = self._Ignore()
+        self.requests = SimpleNamespace(queue=self._Ignore())
+        self.steps = SimpleNamespace(failures=self._Ignore())
 
     def observe_step(self, **figures: float) -> None: ...
 
