@@ -115,10 +115,10 @@ def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path) -> None:
     with running(tmp_path, scratch="a temporary folder with a long name " * 4) as demo:
         demo.wait_said("gateway is ready")
         (elsewhere,) = {
-            Path(word.removeprefix("unix://")).parent
+            Path(word.removeprefix("--redis-url=unix://")).parent
             for child in psutil.Process(demo.process.pid).children()
             for word in child.cmdline()
-            if word.startswith("unix://")
+            if word.startswith("--redis-url=unix://")
         }
         assert elsewhere.stat().st_mode & 0o077 == 0, "no other user may read the folder"
         demo.process.send_signal(signal.SIGINT)
