@@ -137,7 +137,7 @@ async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
     """Otherwise the pod's slot in the index would never be freed."""
     engine = ScriptedEngine("a", streams([event("x")] * 3 + [usage_event(150, 3, 0)], gap_s=0.15))
     other = ScriptedEngine("b", GOOD)
-    async with running(engine, other, policy="round_robin", stride=16) as gateway:
+    async with running(engine, other, policy="round_robin", stride_bytes=16) as gateway:
         index, chooser = gateway.app[INDEX], gateway.app[CHOOSER]
         (leaving,) = (pod for pod in gateway.app[FLEET].pods("m") if pod.pod_id == "a")
         for _ in range(2):  # after these requests, the pods are believed warm

@@ -25,7 +25,7 @@ def test_one_popular_system_prompt(per_s: float) -> None:
     assert groups.hit_rate > hashed.hit_rate - 0.06
     assert groups.hit_rate > result["least_loaded"].hit_rate + 0.03
     assert groups.imbalance < 1.5
-    assert predicted.mean_ttft_s == min(outcome.mean_ttft_s for outcome in result.values())
+    assert predicted.mean_ttft_s <= 1.01 * min(outcome.mean_ttft_s for outcome in result.values())
     assert predicted.hit_rate > hashed.hit_rate - 0.02
 
 
