@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
+from engine.contract.redis_keys import LEARNT_KEY
 from engine.model.checkpoint import make_checkpoint
 from tests.e2e.programs import Program, running
 from tests.e2e.stack import PODS, Stack, gateway_before
@@ -39,6 +41,9 @@ def sim_engines(tiny_checkpoint: Path) -> Iterator[tuple[RedisServer, list[Progr
 
 @pytest.fixture
 async def stack(sim_engines: tuple[RedisServer, list[Program]]) -> AsyncIterator[Stack]:
-    # Otherwise a gateway starts with what the previous one learnt about the model, here from another test's texts.
-    async with gateway_before(*sim_engines) as stack:
+    server, engines = sim_engines
+    # Otherwise the gateway starts with what the previous one learnt about the model, here from another test's texts.
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(LEARNT_KEY)
+    async with gateway_before(server, engines) as stack:
         yield stack

@@ -31,9 +31,11 @@ def test_one_popular_system_prompt(per_s: float) -> None:
 
 @pytest.mark.parametrize("per_s", [80.0, 250.0])
 def test_tenants_with_conversations(per_s: float) -> None:
-    result = outcomes(tenant_chat(per_s, count=800, seed=22))
+    results = [outcomes(tenant_chat(per_s, count=800, seed=seed)) for seed in (22, 122, 222)]
+    means = {name: sum(result[name].mean_ttft_s for result in results) for name in POLICY_NAMES}
+    assert means["predicted_ttft"] <= 1.01 * min(means.values())
+    result = results[0]
     predicted = result["predicted_ttft"]
-    assert predicted.mean_ttft_s <= 1.01 * min(outcome.mean_ttft_s for outcome in result.values())
     assert predicted.hit_rate > result["least_loaded"].hit_rate + 0.15
     assert predicted.hit_rate > result["prefix_hash"].hit_rate - 0.02
     assert result["affinity_groups"].hit_rate > result["least_loaded"].hit_rate + 0.1
