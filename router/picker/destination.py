@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import Unavailable
 from engine.contract.requests import Endpoint
 from router.edge.errors import RETRY_AFTER_S
@@ -90,7 +91,7 @@ class ByLoad:
 
 def _model_of(body: bytes) -> str | None:
     try:
-        fields = orjson.loads(body) if body else None
+        fields = loads(body) if body else None
     except orjson.JSONDecodeError:
         return None
     model = fields.get("model") if isinstance(fields, dict) else None

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import ApiError, BadRequest, ModelNotFound, quoted
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, chat_tools
@@ -105,7 +106,7 @@ class NamedCaches:
         admitted.hold(2 * len(body) + len(contents))
         left_s = meta.until_s - self._clock()
         keeps = body.count(_MARK) + contents.count(_MARK) < MAX_MARKS and self._keeps(meta.model)
-        made = expanded(endpoint, fields, meta, orjson.loads(contents), mark_s=left_s if keeps else None)
+        made = expanded(endpoint, fields, meta, loads(contents), mark_s=left_s if keeps else None)
         if len(made) > self._limits.max_body_bytes:
             raise TooLarge(
                 f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
@@ -208,7 +209,7 @@ class NamedCaches:
         """Whether the engines of this model keep marked contents, according to one engine's model card."""
         card = self._fleet.models().get(model)
         try:
-            accepts = orjson.loads(card.card).get("accepts") if card is not None else None
+            accepts = loads(card.card).get("accepts") if card is not None else None
         except (orjson.JSONDecodeError, AttributeError):
             return False
         return isinstance(accepts, list) and KEEPS in accepts
@@ -223,7 +224,7 @@ def _place(token: str) -> tuple[float, str]:
     if not token:
         return (0.0, "")
     try:
-        created_s, cache_id = orjson.loads(base64.urlsafe_b64decode(token.encode()))
+        created_s, cache_id = loads(base64.urlsafe_b64decode(token.encode()))
         if isinstance(created_s, float | int) and isinstance(cache_id, str):
             return float(created_s), cache_id
     except (ValueError, TypeError, binascii.Error):
