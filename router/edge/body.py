@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engine.contract.errors import BadRequest
 from router.edge.admission import Admitted
-from router.edge.connection_limits import leave_fifo
+from router.edge.connection_limits import leave_fifo, want_body
 from router.edge.errors import RequestTimeout, TooLarge
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
 
@@ -46,6 +46,7 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
     encoding = request.headers.get("Content-Encoding")
     inflater = None if encoding is None else inflater_for(encoding)
     _check_size(request.content_length or 0, request)
+    want_body(request)
     try:
         is_here = request.content.is_eof()  # true of small bodies: there is nothing to wait for
         if is_here and inflater is None:

@@ -21,6 +21,7 @@ from engine.contract.requests import Endpoint, parse_body
 from router.edge.admission import Admission, Admitted
 from router.edge.body import BodyLimits, read_body
 from router.edge.client_keys import tenant_of
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import TooLarge, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
@@ -185,11 +186,15 @@ class NamedCaches:
 
     async def _fields(self, request: web.Request, admitted: Admitted) -> dict[str, Any]:
         deadline_s = asyncio.get_running_loop().time() + self._bodies.timeout_s
-        return parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+        fields = parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+        leave_fifo(request)  # what follows may wait for Redis
+        return fields
 
     async def _answer(self, request: web.Request, handler: Callable[[web.Request, Tenant], Any]) -> web.StreamResponse:
         try:
             self._check_enabled()
+            if not request.can_read_body:
+                leave_fifo(request)
             answer = await handler(request, tenant_of(request))
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         except ApiError as error:
