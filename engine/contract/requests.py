@@ -67,7 +67,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     try:
         parsed = loads(body)
     except TooManyValues as error:
-        raise BadRequest(f"the request body is not read: {error}", code="too_many_values") from None
+        raise too_many_values(error) from None
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
     finally:
@@ -76,6 +76,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequest("the request body must be a JSON object")
     return parsed
+
+
+def too_many_values(error: TooManyValues) -> BadRequest:
+    """Return the error of a request whose body has too many values."""
+    return BadRequest(f"the request body is not read: {error}", code="too_many_values")
 
 
 def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:

@@ -64,6 +64,10 @@ class BodyFlow:
         """Bytes of a chunked body that were parsed, less its content before."""
         self._is_wanted = self._is_stopped = False
         self._to_drop: int | None = None
+        self._last = b""
+        """The last bytes that were dropped."""
+        self.is_over = False
+        """Whether the end of a body that is dropped has come."""
 
     @property
     def is_dropping(self) -> bool:
@@ -143,13 +147,14 @@ class BodyFlow:
     def drop(self, most: int, data: bytes = b"") -> bool:
         """Drop the rest of the body, with what is kept of it. Return False if that is more than `most` bytes."""
         dropped = len(data) + len(self._kept)
-        last = data or bytes(self._kept[-len(_LAST_CHUNK) :])
+        size = len(_LAST_CHUNK)
+        self._last = (self._last + self._kept[-size:] + data[-size:])[-size:]
         self._kept.clear()
         self._to_drop = most - dropped
         if self._missing is not None:
             self._missing -= dropped
-        is_end = last.endswith(_LAST_CHUNK) if self._missing is None else self._missing <= 0
-        if self._body is not None and is_end and not self._body.is_eof():
+        self.is_over = self._last == _LAST_CHUNK if self._missing is None else self._missing <= 0
+        if self._body is not None and self.is_over and not self._body.is_eof():
             self._body.feed_eof()
         self._stop(False)
         return self._to_drop >= 0

@@ -8,6 +8,7 @@ that asyncio calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import ssl
@@ -151,6 +152,7 @@ class Connection(web.RequestHandler):
         "_body",
         "_clients",
         "_closing_since_s",
+        "_dropped",
         "_flow",
         "_head_since_s",
         "_held",
@@ -168,6 +170,8 @@ class Connection(web.RequestHandler):
         self._is_busy = False
         self._flow = BodyFlow(self, self._refuse_tiny)
         self._body: StreamReader | None = None
+        self._dropped: asyncio.Event | None = None
+        """Set when all of a body is dropped that aiohttp no longer waits for."""
         self._held: list[bytes] = []
         """Data that came while the connection waits for a place in the fifo."""
         self.why_extra = ""
@@ -199,6 +203,8 @@ class Connection(web.RequestHandler):
             if not self._flow.came(data):
                 self._clients.refused["body"] += 1
                 self.end()
+            elif self._flow.is_over and self._dropped is not None:
+                self._dropped.set()
         elif self._held or not self._clients.fifo.enter(self, len(data)):
             if self._held:  # not earlier: a paused connection does not report its end
                 self._socket.pause_reading()
@@ -260,11 +266,6 @@ class Connection(web.RequestHandler):
         """Read the body of the request. Until then, no more of it is read than came with its head."""
         self._flow.want()
 
-    def _refuse_tiny(self) -> None:
-        assert self._body is not None
-        error = web.RequestPayloadError("its chunks are too small: send chunks of 1 KB or more, or a Content-Length")
-        self._body.set_exception(error)
-
     def leave_fifo(self) -> None:
         """Give back the place in the fifo, so that the next request is read."""
         self._clients.fifo.leave(self)
@@ -282,7 +283,8 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
         self._flow.read_little()
-        if not request.content.is_eof() and not self._flow.drop(self._clients.limits.dropped_bytes):
+        is_broken = self._dropped is not None
+        if (is_broken or not request.content.is_eof()) and not self._flow.drop(self._clients.limits.dropped_bytes):
             self._clients.refused["body"] += 1
             self.end()
         try:
@@ -295,12 +297,30 @@ class Connection(web.RequestHandler):
             self.end()
             return resp, True
         finally:
+            if is_broken:
+                await self._drop_rest()
             self._is_busy = False
             self._body = None
             self._clients.is_idle(self, True)
             self.leave_fifo()
             if rest := self._flow.ended(bool(self._messages)):
                 self.data_received(rest)
+
+    def _refuse_tiny(self) -> None:
+        """Let the handler that reads the body refuse it."""
+        assert self._body is not None
+        self._dropped = asyncio.Event()
+        error = web.RequestPayloadError("its chunks are too small: send chunks of 1 KB or more, or a Content-Length")
+        self._body.set_exception(error)
+
+    async def _drop_rest(self) -> None:
+        """Let the client send the rest of a body that the handler refused half read, so that it sees the answer."""
+        assert self._dropped is not None
+        self.leave_fifo()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                if not self._flow.is_over:
+                    await self._dropped.wait()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
