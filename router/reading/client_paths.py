@@ -113,8 +113,8 @@ def find(method: str, target: str, *, passes_through: bool, has_prefix: bool = F
     """
     path, is_other_method = plain(target), False
     if path is None and method == "GET" and target.startswith(f"{MODELS}/"):
-        name = unquote(target.partition("?")[0].removeprefix(f"{MODELS}/"))  # may have slashes, which clients encode
-        return Found(Kind.OWN, MODEL, f"{MODELS}/{name}", name)
+        model = unquote(target.partition("?")[0].removeprefix(f"{MODELS}/"))  # may have slashes, which clients encode
+        return Found(Kind.OWN, MODEL, f"{MODELS}/{model}", model)
     if path is not None:
         starts = [at for at, char in enumerate(path) if char == "/"][: MAX_PREFIX_SEGMENTS + 1 if has_prefix else 1]
         for start in starts:
