@@ -85,9 +85,7 @@ class BodyFlow:
             return self.drop(self._to_drop, data)
         if self._has_request:
             self._kept += data
-            self.go_on()
-            if len(self._kept) > KEPT_BYTES:
-                self._stop(True)
+            self._go_on()
         else:
             self._head(data)
         return True
@@ -113,11 +111,19 @@ class BodyFlow:
     def want(self) -> None:
         """Let the parser have the body."""
         self._is_wanted = True
-        self._stop(False)
-        self.go_on()
+        self._go_on()
 
-    def go_on(self) -> None:
-        """Parse what is kept of the body, as far as the parser takes it."""
+    def resumed(self) -> None:
+        """Go on, because the parser takes more. More is received from the socket."""
+        self._is_stopped = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Parse what is kept of the body, as far as the parser takes it. Receive more if little is left."""
+        self._parse_kept()
+        self._stop(len(self._kept) > KEPT_BYTES)
+
+    def _parse_kept(self) -> None:
         body = self._body
         while self._kept and self._is_wanted and body is not None and not body.is_eof() and not self._parser.is_full:
             size = SLICE_BYTES if self._missing is None else max(1, self._missing)

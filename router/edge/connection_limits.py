@@ -260,7 +260,7 @@ class Connection(web.RequestHandler):
     def resume_reading(self, resume_parser: bool = True) -> None:
         """See aiohttp's BaseProtocol: the content was read, so the parser takes more."""
         super().resume_reading(resume_parser)
-        self._flow.go_on()
+        self._flow.resumed()
 
     def want_body(self) -> None:
         """Read the body of the request. Until then, no more of it is read than came with its head."""

@@ -40,7 +40,8 @@ def tenants(tmp_path: Path, no_blocking_calls: object) -> str:
 
 def chunked(data: bytes, sizes: list[int]) -> bytes:
     """Return the data in chunks of these sizes, repeated."""
-    pieces, at = [], 0
+    pieces: list[bytes] = []
+    at = 0
     while at < len(data):
         size = sizes[len(pieces) % len(sizes)]
         piece = data[at : at + size]
