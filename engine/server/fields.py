@@ -78,7 +78,7 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "request_id": (),
     "separate_reasoning": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_reasoning": (),
