@@ -31,7 +31,6 @@ COMPLETION_MAX_TOKENS = 16
 _USUAL_BYTES_PER_TOKEN = 8
 """Texts with more bytes per token of the context are looked at in parts before they are tokenized. Usual texts have 3
 to 5 bytes per token."""
-_VARIABLES = ("reasoning_effort", "verbosity")
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -241,7 +240,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     `exact`: the body with exact numbers.
     """
     check_tools(fields.tools, fields.tool_choice)
-    own, unread = _own_variables(model, fields)
+    own, unread = own_variables(model, {"reasoning_effort": fields.reasoning_effort, "verbosity": fields.verbosity})
     rendered = render_chat(
         model,
         exact["messages"],
@@ -268,9 +267,9 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
 
 
-def _own_variables(model: ModelText, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that are variables of the chat template, and the names of those that it does not read."""
-    given = {name: value for name in _VARIABLES if (value := getattr(fields, name)) is not None}
+def own_variables(model: ModelText, fields: Mapping[str, str | None]) -> tuple[dict[str, Any], list[str]]:
+    """Return the given fields that are variables of the chat template, and the names of those that it does not read."""
+    given = {name: value for name, value in fields.items() if value is not None}
     read = {name: value for name, value in given.items() if model.template is not None and model.template.reads(name)}
     return read, [name for name in given if name not in read]
 
