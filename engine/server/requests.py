@@ -13,13 +13,13 @@ from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.server.choices import offsets_of
-from engine.server.exact_numbers import exact_fields
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
 from engine.server.messages import check_tools, tool_use
 from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
 from engine.text.detokenize import context_of
+from engine.text.exact_numbers import exact_fields
 from engine.text.key_spans import chat_spans, text_spans, token_spans
 from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
@@ -311,7 +311,8 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     scores = bool(fields.echo) and fields.logprobs is not None
     if scores and len(tokens) > MAX_SCORED:
         raise BadRequest(
-            f"echo with logprobs is for prompts of at most {MAX_SCORED} tokens; this one has {len(tokens)}", param="echo"
+            f"echo with logprobs is for prompts of at most {MAX_SCORED} tokens; this one has {len(tokens)}",
+            param="echo",
         )
     offsets: tuple[int, ...] = ()
     if encoded is None or not isinstance(prompt, str):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from engine.contract.errors import BadRequest
 from engine.contract.requests import Endpoint
-from engine.server.exact_numbers import exact_fields, exact_json
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import ModelText, prepare
 from engine.server.response_requests import prepare_response
 from engine.startup.loaded import LoadedModel
 from engine.text.chat import ChatTemplate
+from engine.text.exact_numbers import exact_fields, exact_json
 from engine.text.rendering import ChatRenderer
 from tests.engine.server.conftest import Engine
 

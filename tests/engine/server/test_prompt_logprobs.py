@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from engine.backend.torch_backend import TorchBackend
 from engine.common.sse import SseDecoder
 from engine.model.decoder import load_decoder
-from engine.startup.loaded import LoadedModel
 from engine.server.choices import offsets_of
+from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import Engine, Start
 
 PATH = "/v1/completions"
@@ -25,7 +25,7 @@ LONG = "The cache holds what was computed before, so naïve readers need not wai
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def expected(oracle: Any, ids: list[int]) -> torch.Tensor:

@@ -161,7 +161,7 @@ async def test_effort_and_verbosity_are_variables_of_the_template(engine: Engine
                 model=MODEL,
                 input="hi",
                 max_output_tokens=1,
-                reasoning={"effort": effort},  # type: ignore[typeddict-item]
+                reasoning={"effort": effort},
                 text={"verbosity": "high"},
                 store=True,
             )

@@ -179,7 +179,7 @@ TOKENS = {"word": 1, "thought": 1, "call": 1, "ids": 3, "logprobs": 2, "running 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12), st.booleans())
 def test_gaps_are_between_tokens_only(read: Read, names: list[str], ends_apart: bool) -> None:
-    """TTFT is the time of the first event with a text, even an empty one: not of one that opens the chat, or is empty."""
+    """TTFT is the time of the first event with a text, even an empty one; an event that opens the chat has none."""
     names = [*names, "word"]
     chunks = [chunk(EVENTS[name]) for name in names]
     answer, *_ = read(

@@ -102,7 +102,7 @@ async def test_a_pods_certificate_is_verified_as_the_servers(tmp_path: Path) -> 
             ({"tls_verify": False}, True),
             ({"tls_ca_file": str(tmp_path / "ca.pem")}, True),
         ):
-            target = Target(url, **given)  # type: ignore[arg-type]
+            target = Target(url, **given)
             async with PodMetrics([address_of(url)], target.tls()) as metrics:
                 read = await metrics.read()
             assert list(read.pods.values()) == [PodCount(100, 30)] * is_read
