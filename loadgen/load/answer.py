@@ -38,8 +38,8 @@ class StreamedAnswer:
         """Time of each token with text. An event that only opens a chat, ends it, or tells the usage has none. Tokens
         of one event have the same time, as far as the event says how many it has."""
         self.first_token_s: float | None = None
-        """Time of the first event with a text, even an empty one, or of the answer's end. An event that only opens a chat
-        with its role, or says nothing, does not count."""
+        """Time of the first event with a text, even an empty one, or of the answer's end. An event that only opens a
+        chat with its role, or says nothing, does not count."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.has_usage = False
         self.pod = self.policy = ""
