@@ -161,7 +161,6 @@ class Reader:
         if endpoint is None:
             endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)
-        is_response = endpoint is Endpoint.RESPONSES
         name = meant or self.models.meant(head.model, tenant, (endpoint, fields))
         model, adapter = self.models.find(name, tenant)
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
@@ -193,8 +192,8 @@ class Reader:
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
-            continues=_continued(fields, tenant) if is_response else None,
-            stores=is_response and fields.get("store") is not False,
+            continues=_continued(endpoint, fields, tenant),
+            stores=endpoint is Endpoint.RESPONSES and fields.get("store") is not False,
             is_named=name is not None and name != head.model,
             dropped=dropped,
         )
@@ -331,7 +330,7 @@ class Reader:
 def _own_names(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> dict[str, Any]:
     """Return the fields with names that the client chose, if engines get other names for them."""
     new: dict[str, Any] = {}
-    if endpoint == Endpoint.RESPONSES and (continued := _continued(fields, tenant)) is not None:
+    if (continued := _continued(endpoint, fields, tenant)) is not None:
         field, name = continued
         given = fields[field]
         if field == CONVERSATION and name != (given if isinstance(given, str) else given["id"]):
@@ -342,8 +341,10 @@ def _own_names(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> dict
     return new
 
 
-def _continued(fields: Mapping[str, Any], tenant: Tenant) -> tuple[str, str] | None:
+def _continued(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> tuple[str, str] | None:
     """Return the conversation that the request continues, by the engines' name. Raises BadRequest for an invalid id."""
+    if endpoint != Endpoint.RESPONSES:
+        return None
     kept = kept_by_engine(fields)
     if kept is None or kept[0] != CONVERSATION:
         return kept

@@ -56,7 +56,8 @@ async def test_a_field_that_would_change_the_answer_is_refused_by_name(path: str
             assert answer.status == 400
             assert field in error["message"]
             assert path == Endpoint.MESSAGES or (error["param"], error["code"]) == (field, "field_not_allowed")
-        for nothing in (None, {}, [], ""):
+        nothings: tuple[Any, ...] = (None, {}, [], "")
+        for nothing in nothings:
             assert (await gateway.post({"model": "m", **BODIES[path], field: nothing}, path=path)).status == 200
         page = (await gateway.get("/metrics")).body.decode()
         assert f'fields_kept_back_total{{field="{field}",outcome="refused"}} 2.0' in page
