@@ -32,21 +32,22 @@ def body_of(fields: Mapping[str, Any]) -> bytes:
         raise BadRequest(f"the request body is nested too deeply to change it: {error}") from None
 
 
-def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | int]) -> bytes:
+def with_fields(body: bytes, present: Collection[str], new: Mapping[str, Any], removed: Collection[str] = ()) -> bytes:
     """Return `body`, a JSON object that orjson has read, with the fields `new` in front of its own.
 
-    `present`: names of its top-level fields. All fields that `new` replaces are removed, even repeated or escaped ones:
-    of two fields with one name, one engine reads the first and another the last. Raises BadRequest if there are too
-    many fields.
+    `present`: names of its top-level fields. All fields that `new` replaces, and those in `removed`, are removed, even
+    repeated or escaped ones: of two fields with one name, one engine reads the first and another the last. Raises
+    BadRequest if there are too many fields.
     """
     added = orjson.dumps(new)[1:-1]
-    replaced = new.keys() & set(present)
+    replaced = (new.keys() | set(removed)) & set(present)
     if not replaced:
         start = body.index(b"{") + 1
         return b"".join((body[:start], added, b"," if present else b"", memoryview(body)[start:]))
     start, end = body.index(b"{") + 1, body.rindex(b"}")
     kept = [member for name, member in _members(body, start, end) if name not in replaced]
-    return b"".join((body[:start], b",".join((added, *kept)), memoryview(body)[end:]))
+    members = [added, *kept] if added else kept
+    return b"".join((body[:start], b",".join(members), memoryview(body)[end:]))
 
 
 def _members(body: bytes, start: int, end: int) -> Sequence[tuple[str, bytes]]:

@@ -22,7 +22,7 @@ def exact_json(text: str | bytes) -> Any:
     float64 and for too many values, and RecursionError."""
     if len(text) > FREE_BYTES // 4:  # characters of at most 4 bytes
         check(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)  # noqa: TID251
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 def exact_fields(body: bytes, fields: dict[str, Any]) -> dict[str, Any]:
