@@ -284,9 +284,12 @@ class Connection(web.RequestHandler):
         """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
         self._flow.read_little()
         is_broken = self._dropped is not None
-        if (is_broken or not request.content.is_eof()) and not self._flow.drop(self._clients.limits.dropped_bytes):
-            self._clients.refused["body"] += 1
-            self.end()
+        if is_broken or not request.content.is_eof():
+            if resp is not None:
+                resp.force_close()  # what comes after the body would be dropped too
+            if not self._flow.drop(self._clients.limits.dropped_bytes):
+                self._clients.refused["body"] += 1
+                self.end()
         try:
             if resp is not None and resp.prepared:
                 return await super().finish_response(request, resp, start_time)

@@ -1,4 +1,4 @@
-"""Metrics of clients' connections, and of what their requests hold."""
+"""Metrics of clients' connections, of what their requests hold, and of the log of requests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class ClientValues:
     """By reason."""
     lacks: Mapping[str, int]
     """By name of the error."""
+    log_lines_dropped: int = 0
 
 
 class ClientMetrics:
@@ -40,6 +41,7 @@ class ClientMetrics:
                 "answer_bytes": "Bytes of answers that are kept until they are whole, or until their clients take them",
                 "connections": "Connections of clients that are open",
             },
+            counters={"log_lines_dropped": "Lines of the log that were not written, because nobody reads the log"},
         )
         self._refused = Tally(
             "warmroute_gateway_connections_refused",

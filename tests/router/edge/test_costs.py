@@ -104,12 +104,14 @@ async def test_the_connection_goes_on_after_a_short_refused_body_and_ends_after_
         for _ in range(3):
             assert await ask(client, "limited", b"x" * 5000) == 429
             assert await ask(client, "free", b'{"model":"m","prompt":"x"}') == 200
-        long = b"x" * MIB
-        client.send(head(b"Content-Length: %d" % len(long), LINES["limited"]) + long[:100])
-        answer = await client.answer()
-        assert (answer.status, b"Connection: close" in answer.head) == (429, True)
-        client.send(long[100:])
-        assert await client.closed() == b""
+        for size, sent in ((MIB, 100), (MIB, KEPT_BYTES + 10_000), (MIB, MIB), (100_000, 100_000)):
+            long = b"x" * size
+            async with connected(gateway) as other:
+                other.send(head(b"Content-Length: %d" % len(long), LINES["limited"]) + long[:sent])
+                answer = await other.answer()
+                assert (answer.status, b"Connection: close" in answer.head) == (429, True)
+                other.send(long[sent:])
+                assert await other.closed() == b""
         assert gateway.app[CONNECTIONS].refused["body"] == 0
 
 
