@@ -1,6 +1,8 @@
-"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 6.2 or later, Valkey).
+"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 7 or later, Valkey). Redis 6.2
+knows no selectors, the parts in parentheses: there the engine has ENGINE_RULES, with which one engine can replace the
+stream of all engines of a model by a string. Gateways remove such a string again.
 
-    ACL SETUSER engine on >PASSWORD {ENGINE_RULES}
+    ACL SETUSER engine on >PASSWORD {ENGINE_RULES_7}
     ACL SETUSER gateway on >PASSWORD {GATEWAY_RULES}
 
 The engine then gets `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and cannot read other engines'
@@ -17,6 +19,10 @@ _CONNECTING = "+ping +hello +client|setname +client|setinfo +client|id"
 ENGINE_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* "
     f"-@all {_CONNECTING} +xadd +set +expire +pexpire +getdel +del"
+)
+ENGINE_RULES_7 = (
+    f"resetkeys resetchannels clearselectors -@all {_CONNECTING} (~warmroute:*:events +xadd +expire) "
+    "(~warmroute:*:pod:* +set +pexpire +del) (~warmroute:*:resync:* +getdel +del)"
 )
 GATEWAY_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* ~warmroute:*:shares "
