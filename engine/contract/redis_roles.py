@@ -1,4 +1,4 @@
-"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 7 or later, Valkey). Redis 6.2
+"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 7.2 or later, Valkey). Redis 6.2
 knows no selectors, the parts in parentheses: there the engine has ENGINE_RULES, with which one engine can replace the
 stream of all engines of a model by a string. Gateways remove such a string again.
 
