@@ -80,7 +80,7 @@ def build_admin_app(app: web.Application, connections: ClientConnections) -> web
     """Return the operators' application of the started `app`, for a port that no client reaches."""
     readiness, live = app[READINESS], make_live(app)
     pages = Pages(live)
-    host = app[SETTINGS].admin_address[0] if app[SETTINGS].admin_address else ""
+    host, _ = app[SETTINGS].admin_address or ("", 0)
     guards = [audited, errors, guarded(host)]
     admin_app = web.Application(middlewares=guards, client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
