@@ -28,5 +28,5 @@ GATEWAY_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* ~warmroute:*:shares "
     "~warmroute:*:quota ~warmroute:*:place ~warmroute:*:beliefs ~warmroute:*:belief:* "
     f"-@all {_CONNECTING} +time +xadd +xread +xrange +xrevrange +mget +set +hset +hgetall +hdel +expire +pexpire "
-    "+evalsha +script|load"
+    "+info +evalsha +script|load"
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,8 +25,8 @@ PAGE_ENTRIES = 2048
 CLOCK_S = 30.0
 """How often Redis's clock is read."""
 
-MAX_AHEAD_S = 86400.0
-"""An entry whose id is so far ahead of this host's clock does not come from Redis's clock."""
+LAST_ID = f"{2**64 - 1}-{2**64 - 1}".encode()
+"""The highest id of an entry. No further entry can be appended to a stream that has had it."""
 
 SAID_AGAIN_S = 60.0
 """How often it is logged that a stream was removed."""
@@ -61,6 +60,9 @@ class Wire(Protocol):
 
     async def put(self, key: str, data: bytes, kept_s: float) -> None:
         """Write a string, to be kept for a time."""
+
+    async def revive(self, stream: str) -> None:
+        """Remove a stream that has no entries: it may have had the last id."""
 
     async def reset(self) -> None:
         """Drop the connections after an error: the next call connects again."""
@@ -149,12 +151,17 @@ class RedisWire:
         await self._remove(stream, "is not a stream")
 
     async def _is_blocked(self, stream: str, newest: bytes) -> bool:
-        """Return whether somebody has given the newest entry an id of a far future, and remove the stream: Redis gives
-        only higher ids, and there may be none left."""
-        if sent_at(newest) < time.time() + MAX_AHEAD_S:
+        """Return whether somebody has given the newest entry the last id, and remove the stream: Redis gives only
+        higher ids."""
+        if newest != LAST_ID:
             return False
-        await self._remove(stream, f"has an entry with the id {newest.decode()}")
+        await self._remove(stream, "has an entry with the last id")
         return True
+
+    async def revive(self, stream: str) -> None:
+        """See Wire."""
+        if not await self._redis.xrevrange(stream, count=1):
+            await self._redis.set(stream, b"", px=1)
 
     async def _remove(self, stream: str, why: str) -> None:
         now_s = asyncio.get_running_loop().time()
