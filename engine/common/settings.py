@@ -75,7 +75,9 @@ class Settings(BaseSettings):
     in_help: ClassVar[Group | None] = None
     """How `--help` shows the settings that this class adds; see `group`."""
     removed: ClassVar[Mapping[str, str]] = {}
-    """Of a program: settings of the release before this one that are gone, each with what does its work now."""
+    """Of a program: settings of the releases before this one that are gone, each with what does its work now."""
+    removed_in: ClassVar[Mapping[str, str]] = {}
+    """The release that a setting in `removed` is gone from, if not `REMOVED_IN`."""
 
     @classmethod
     def settings_customise_sources(
@@ -142,7 +144,7 @@ class Settings(BaseSettings):
     def _check_removed(cls, field: str, shown: str) -> None:
         """Raises ConfigError if the release before this one had the setting."""
         if instead := cls.removed.get(field):
-            raise ConfigError(f"{shown} was removed in {REMOVED_IN}: {instead}")
+            raise ConfigError(f"{shown} was removed in {cls.removed_in.get(field, REMOVED_IN)}: {instead}")
 
     def without_effect(self) -> Iterator[str]:
         """Yield a sentence for each setting that is given, differs from its default, and has no effect."""

@@ -42,6 +42,7 @@ class Chat:
     _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "tenants"
+    constants: ClassVar[tuple[str, ...]] = ("unique_share", "branch_after_s")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_popularity", Zipf(self.tenants, self.zipf))

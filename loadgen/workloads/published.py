@@ -27,11 +27,9 @@ class GeneratedSharedPrefix:
     output_len: int = 256
     range_ratio: float = 1.0
     """Lengths are uniform between this share of the given length and all of it; 1: fixed."""
-    num_turns: int = 1
-    ordered: bool = False
-    """True: group after group; False: in random order."""
 
     units: ClassVar[str] = "num_groups"
+    constants: ClassVar[tuple[str, ...]] = ("range_ratio",)
 
     @property
     def length(self) -> int | None:
@@ -44,18 +42,13 @@ class GeneratedSharedPrefix:
         return self.system_prompt_len * (1 + self.range_ratio) / 2
 
     def session(self, number: int) -> Session:
-        """Return one prompt of a group, with its further turns."""
+        """Return one prompt of a group. Prompts of all groups are in random order."""
         size = self.num_groups * self.prompts_per_group
-        place = checked(number, size) if self.ordered else permuted(checked(number, size), size, self.seed)
-        group = place // self.prompts_per_group
+        group = permuted(checked(number, size), size, self.seed) // self.prompts_per_group
         system = self._piece(f"g{self.seed}-{group + 1}", self.system_prompt_len)
-        turns = []
-        for step in range(self.num_turns):
-            asked = self._piece(f"q{self.seed}-{number}.{step}", self.question_len)
-            pieces = (system, asked) if step == 0 else (asked,)
-            answer = self._drawn(self.output_len, f"a{number}.{step}")
-            turns.append(Turn((ChatMessage("user", pieces),), answer, step - 1))
-        return Session(number, f"group {group + 1}", tuple(turns))
+        asked = self._piece(f"q{self.seed}-{number}.0", self.question_len)
+        turn = Turn((ChatMessage("user", (system, asked)),), self._drawn(self.output_len, f"a{number}.0"))
+        return Session(number, f"group {group + 1}", (turn,))
 
     def about(self) -> Mapping[str, str]:
         """Return the settings, under SGLang's names."""

@@ -9,6 +9,11 @@ from typing import ClassVar
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
 
+EXAMPLE_TOKENS = 150
+"""Size of an example of a few-shot prompt."""
+ITEM_TOKENS = (100, 400)
+"""Smallest and largest item of a batch, tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class FewShot:
@@ -21,7 +26,6 @@ class FewShot:
     instruction_tokens: int = 100
     examples: int = 8
     """Number of examples in each template."""
-    example_tokens: int = 150
     question_tokens_min: int = 20
     question_tokens_max: int = 60
     output_tokens: int = 16
@@ -40,14 +44,14 @@ class FewShot:
     @property
     def unit_tokens(self) -> float:
         """Return the shared tokens of a template."""
-        return self.instruction_tokens + self.examples * self.example_tokens
+        return self.instruction_tokens + self.examples * EXAMPLE_TOKENS
 
     def session(self, number: int) -> Session:
         """Return one question under a template."""
         rng = rng_of(self.seed, "session", checked(number, None))
         template = self._popularity.draw(rng)
         name = f"{self.seed}-{template + 1}"
-        shots = tuple(Piece(f"e{name}.{shot}", self.example_tokens) for shot in range(self.examples))
+        shots = tuple(Piece(f"e{name}.{shot}", EXAMPLE_TOKENS) for shot in range(self.examples))
         tokens = rng.randint(self.question_tokens_min, self.question_tokens_max)
         asked = Piece(f"q{self.seed}-{number}", tokens, "question")
         messages = (
@@ -70,8 +74,6 @@ class Batch:
     batch_size: int = 100
     """Items in a job; sessions 0 .. batch_size - 1 are the first job."""
     instruction_tokens: int = 600
-    item_tokens_min: int = 100
-    item_tokens_max: int = 400
     output_tokens: int = 32
 
     @property
@@ -82,7 +84,7 @@ class Batch:
     def session(self, number: int) -> Session:
         """Return one item of a job."""
         job = checked(number, None) // self.batch_size + 1
-        tokens = whole_between(self.item_tokens_min, self.item_tokens_max, self.seed, "session", number)
+        tokens = whole_between(*ITEM_TOKENS, self.seed, "session", number)
         messages = (
             ChatMessage("system", (Piece(f"j{self.seed}-{job}", self.instruction_tokens),)),
             ChatMessage("user", (Piece(f"u{self.seed}-{number}", tokens),)),
