@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import checked, facts, rng_of, whole_between
+from loadgen.workloads.draws import checked, rng_of, whole_between
+from loadgen.workloads.endless import Endless
 
 SPREAD = 0.5
 """Largest difference of results from their mean, as a share of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Agentic:
+class Agentic(Endless):
     """Each session is one agent with one task. Agents share the instructions and the tools' descriptions, nothing more:
     each reads other files."""
 
@@ -36,11 +36,6 @@ class Agentic:
 
     constants: ClassVar[tuple[str, ...]] = ("task_tokens",)
 
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
     def session(self, number: int) -> Session:
         """Return one agent's task, from its first request to its last answer."""
         rng = rng_of(self.seed, "agent", checked(number, None))
@@ -53,10 +48,6 @@ class Agentic:
             pause_s = rng.expovariate(1 / self.think_s) if self.think_s else 0.0
             turns.append(Turn((result,), self.output_tokens, step - 1, pause_s))
         return Session(number, "agents", tuple(turns))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
 
     def _around(self, mean: int, *names: str | int) -> int:
         """Return a whole number around the mean, the same for the same names."""

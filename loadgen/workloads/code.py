@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of
+from loadgen.workloads.draws import checked, rng_of
+from loadgen.workloads.endless import Popular
 
 FILE_TOKENS = (200, 1200)
 """Shortest and longest file at the beginning of a session, tokens."""
@@ -18,7 +18,7 @@ BELOW_CURSOR_TOKENS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class CodeCompletion:
+class CodeCompletion(Popular):
     """A session is one file being typed: each request has the repository, the file up to the cursor, and the text below
     the cursor.
 
@@ -36,17 +36,8 @@ class CodeCompletion:
     think_s: float = 1.0
     """Mean of the exponentially distributed time between a session's requests."""
     output_tokens: int = 32
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "repositories"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.repositories, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
 
     @property
     def unit_tokens(self) -> float:
@@ -67,7 +58,3 @@ class CodeCompletion:
             below = Piece(f"b{self.seed}-{number}.{step}", BELOW_CURSOR_TOKENS, "code")
             turns.append(Turn((context, ChatMessage("user", (typed, below))), self.output_tokens, -1, at_s))
         return Session(number, f"repository {repository + 1}", tuple(turns))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)

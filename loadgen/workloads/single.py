@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
+from loadgen.workloads.draws import checked, rng_of, whole_between
+from loadgen.workloads.endless import Endless, Popular
 
 EXAMPLE_TOKENS = 150
 """Size of an example of a few-shot prompt."""
@@ -16,7 +16,7 @@ ITEM_TOKENS = (100, 400)
 
 
 @dataclass(frozen=True, slots=True)
-class FewShot:
+class FewShot(Popular):
     """Instructions and a block of examples, shared by the requests of a template, then a unique question."""
 
     name: str = "few-shot"
@@ -29,17 +29,8 @@ class FewShot:
     question_tokens_min: int = 20
     question_tokens_max: int = 60
     output_tokens: int = 16
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "templates"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.templates, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
 
     @property
     def unit_tokens(self) -> float:
@@ -60,13 +51,9 @@ class FewShot:
         )
         return Session(number, f"template {template + 1}", (Turn(messages, self.output_tokens),))
 
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Endless):
     """Jobs one after another: all items of a job have the same instructions, and each item is unique."""
 
     name: str = "batch"
@@ -75,11 +62,6 @@ class Batch:
     """Items in a job; sessions 0 .. batch_size - 1 are the first job."""
     instruction_tokens: int = 600
     output_tokens: int = 32
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no limit to the number of jobs."""
-        return None
 
     def session(self, number: int) -> Session:
         """Return one item of a job."""
@@ -91,13 +73,9 @@ class Batch:
         )
         return Session(number, f"job {job}", (Turn(messages, self.output_tokens),))
 
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Diverse:
+class Diverse(Endless):
     """Prompts that share nothing: no cache can help, and no router should make them slower."""
 
     name: str = "diverse"
@@ -106,18 +84,9 @@ class Diverse:
     prompt_tokens_max: int = 2000
     output_tokens: int = 64
 
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
     def session(self, number: int) -> Session:
         """Return one unique prompt."""
         low, high = self.prompt_tokens_min, self.prompt_tokens_max
         tokens = whole_between(low, high, self.seed, "session", checked(number, None))
         piece = Piece(f"u{self.seed}-{number}", tokens)
         return Session(number, "", (Turn((ChatMessage("user", (piece,)),), self.output_tokens),))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.workloads.render import Renderer
-from loadgen.workloads.reuse import lru_hit_rate
 from loadgen.workloads.traces import Trace, load_bailian, load_mooncake, spread
+from tests.loadgen.workloads.lru import lru_hit_rate
 
 PROMPTS = st.lists(st.lists(st.integers(0, 6), max_size=6), max_size=30)
 
