@@ -25,7 +25,7 @@ from pydantic_settings import (
 )
 from pydantic_settings.exceptions import SettingsError
 
-from engine.common.settings_help import Group, help_text
+from engine.common.settings_help import Group, help_text, positional
 from engine.common.version import program_version
 
 S = TypeVar("S", bound="Settings")
@@ -135,6 +135,10 @@ class Settings(BaseSettings):
             if not argument.startswith("--"):
                 continue
             name = argument[2:].partition("=")[0]
+            if name.replace("-", "_") in positional(cls):
+                raise ConfigError(
+                    f"--{name} is no flag: give {name.replace('-', '_').upper()} as a word, without a flag"
+                )
             if name in known or name.removeprefix("no-") in known:
                 continue
             cls._check_removed(name.removeprefix("no-").replace("-", "_"), f"flag --{name}")
