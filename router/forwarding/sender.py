@@ -53,6 +53,7 @@ from router.forwarding.running import (
     Streaming,
     interrupted,
 )
+from router.reading.engine_fields import warning_of
 from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
@@ -162,9 +163,9 @@ class Sender:
             upload or asked.body,
             self._upstream.of(
                 raw if upload is None else upload.fields(raw),
-                arrival.request_id,
+                arrival.engine_request_id,
                 attempt.pod,
-                attempt.session_id,
+                attempt.session_id or arrival.engine_session,
                 None if arrival.trace is None else arrival.trace.fields(attempt.span_id),
             ),
             deadline_s,
@@ -293,5 +294,7 @@ class Sender:
         passed[headers.REQUEST_ID] = arrival.request_id
         if exchange.inbound is not None and exchange.inbound.endpoint in MESSAGE_PATHS:
             passed[headers.MESSAGE_REQUEST_ID] = arrival.request_id
+        if exchange.inbound is not None and exchange.inbound.dropped:
+            passed.add(headers.WARNING, warning_of(exchange.inbound.dropped))
         passed.update(exchange.rate_headers)
         return passed
