@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import aiohttp
 import orjson
 
 from engine.contract import headers
+from engine.contract.bounded_json import loads
 from engine.contract.errors import quoted
 from router.fleet.lack import Lacks, lack_of
 from router.views.types import PodId
@@ -54,6 +56,16 @@ class PodIdentity:
     pod_id: PodId
     epoch: int | None
     models: tuple[ServedModel, ...]
+
+
+def for_name(url: str) -> Mapping[str, str]:
+    """Return headers that end the connection if the engine has a name: the next one goes where the name leads then. A
+    kept connection would go on to a server that is no longer ours."""
+    try:
+        ipaddress.ip_address((urlsplit(url).hostname or "").partition("%")[0])
+    except ValueError:
+        return {"Connection": "close"}
+    return {}
 
 
 class ProbeFailed(Exception):
@@ -114,13 +126,13 @@ class HttpProbe:
 
     async def identify(self, url: str) -> PodIdentity:
         """Return the identity of the engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
-        credentials = self._credentials(url)
+        credentials, own = self._credentials(url), for_name(url)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._session.get(
                     f"{url}/v1/models",
-                    headers={"Accept": "application/json", headers.PODS: str(self._pods()), **credentials},
+                    headers={"Accept": "application/json", headers.PODS: str(self._pods()), **own, **credentials},
                     allow_redirects=False,
                 ) as response,
             ):
@@ -165,7 +177,9 @@ class HttpProbe:
         try:
             async with (
                 asyncio.timeout(min(SLEEP_TIMEOUT_S, self._timeout_s)),
-                self._session.get(f"{url}/is_sleeping", headers=dict(credentials), allow_redirects=False) as response,
+                self._session.get(
+                    f"{url}/is_sleeping", headers={**for_name(url), **credentials}, allow_redirects=False
+                ) as response,
             ):
                 status, body = response.status, await response.content.read(MAX_WORD_BYTES)
         except (TimeoutError, aiohttp.ClientError, OSError):
@@ -202,7 +216,7 @@ def restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
 def served_models(body: bytes) -> tuple[ServedModel, ...]:
     """Return the models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
     try:
-        answer: Any = orjson.loads(body)
+        answer: Any = loads(body)
         models: dict[str, ServedModel] = {}
         for entry in answer["data"]:
             lasting = {name: value for name, value in entry.items() if name not in NEW_IN_EVERY_ANSWER}
