@@ -26,11 +26,13 @@ _HOP_BY_HOP = frozenset(
 _WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
     f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
 }
-# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`.
+# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`. It reads the answer,
+# so it asks for one that is not compressed.
 _REQUEST_ONLY = (
     _HOP_BY_HOP
     | _WHO_ASKS
     | {
+        "accept-encoding",
         "host",
         "content-length",
         "content-encoding",
@@ -47,7 +49,15 @@ CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
 """Headers about caches or pods. Engines send some of them, the gateway the others."""
-_RESPONSE_ONLY = _HOP_BY_HOP | {"content-length", "set-cookie", "set-cookie2", headers.POD, headers.REQUEST_ID}
+_PLAIN = b"accept-encoding: identity\r\n"
+_RESPONSE_ONLY = _HOP_BY_HOP | {
+    "content-length",
+    "content-encoding",
+    "set-cookie",
+    "set-cookie2",
+    headers.POD,
+    headers.REQUEST_ID,
+}
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
@@ -94,6 +104,10 @@ class UpstreamHeaders:
         """Return the gateway's own credentials for engines that want the key of that name."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
+    def has_own_key(self, pod: Pod) -> bool:
+        """Return whether the pod gets the gateway's key or none, and not the client's."""
+        return bool(self._own) or bool(self.credentials_of(pod.key))
+
     def changes(
         self, request_id: str, pod: Pod, session_id: str | None, trace: bytes | None = None
     ) -> tuple[dict[str, str], frozenset[str]]:
@@ -101,7 +115,7 @@ class UpstreamHeaders:
 
         The parameters are those of `of`.
         """
-        fields = {headers.REQUEST_ID: request_id, **self.credentials_of(pod.key)}
+        fields = {headers.REQUEST_ID: request_id, "Accept-Encoding": "identity", **self.credentials_of(pod.key)}
         if session_id is not None:
             fields[headers.SESSION] = session_id
         for line in ((trace or b"") + pod.rank_field).decode().splitlines():
@@ -133,6 +147,7 @@ class UpstreamHeaders:
             ]
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(listed)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
+        lines.append(_PLAIN)
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
         if session_id is not None:
             lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())

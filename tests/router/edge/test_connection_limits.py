@@ -13,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from engine.common.sse import DONE
 from engine.contract import headers
 from router.edge import connection_limits
 from router.startup.parts import CONNECTIONS, FLEET, LACKS
@@ -51,7 +52,7 @@ async def test_the_second_head_of_a_connection_has_the_same_time() -> None:
 
 
 async def test_a_request_may_take_longer_than_its_head() -> None:
-    engine = ScriptedEngine("a", streams([event("a"), event("b")], gap_s=0.4))
+    engine = ScriptedEngine("a", streams([event("a"), event("b"), DONE], gap_s=0.4))
     async with running(engine, head_timeout_s=0.1, keepalive_timeout_s=0.2) as gateway:
         answer = await gateway.post(ASK)
     assert (answer.status, answer.is_whole) == (200, True)
@@ -200,7 +201,7 @@ from tests.router.rig.raw_client import GET_MODELS, connected
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 
 async def main():
-    engine = ScriptedEngine("a", streams([event("fine")]))
+    engine = ScriptedEngine("a", streams([event("fine"), DONE]))
     async with running(engine) as gateway, contextlib.AsyncExitStack() as stack:
         held = []
         while len(os.listdir("/proc/self/fd")) < 190:
