@@ -138,9 +138,12 @@ class _Files:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         weight_map: dict[str, str] = {}
-        if index.exists():
+        if single.exists():
+            if index.exists():
+                log.warning("%s is read, and the shards of %s beside it are not", single.name, index.name)
+        elif index.exists():
             weight_map = _weight_map(index)
-        elif not single.exists():
+        else:
             raise ModelError(
                 f"{folder} holds neither {single.name} nor {index.name}; other weight formats are not read"
             )

@@ -210,7 +210,8 @@ class ChatAnswer(_Base):
 
 
 class CompletionAnswer(_Base):
-    """`/v1/completions`. `echoed`: the prompt's text before each choice, if the client asked for it."""
+    """`/v1/completions`. `echoed`: the prompt's text before each choice, if the client asked for it. `scored`: the
+    prompt's tokens of each choice, if the client asked for their log-probabilities too."""
 
     def __init__(
         self,
@@ -222,6 +223,7 @@ class CompletionAnswer(_Base):
         logprobs: bool,
         include_usage: bool,
         echoed: Mapping[int, str],
+        scored: Mapping[int, Sequence[PlacedToken]] | None = None,
         prompt_ids: Mapping[int, Sequence[int]] | None = None,
         continuous_usage: bool = False,
     ) -> None:
@@ -235,19 +237,21 @@ class CompletionAnswer(_Base):
             continuous_usage=continuous_usage,
         )
         self._echoed = echoed
+        self._scored = scored or {}
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
         echoed = self._echoed.get(choice, "")
-        if not echoed:
+        if not echoed and choice not in self._scored:
             return b""
-        return self._event(self._told(choice, _text_choice(choice, echoed, None, None), ()), usage)
+        logprobs = self._token_logprobs(choice, self._scored[choice], ()) if choice in self._scored else None
+        return self._event(self._told(choice, _text_choice(choice, echoed, logprobs, None), ()), usage)
 
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
+            logprobs = self._token_logprobs(choice, (), delta.tokens) if self._logprobs else None
             said = self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids)
             events += self._event(said, usage)
         if delta.finish is not None:
@@ -266,7 +270,7 @@ class CompletionAnswer(_Base):
                 _text_choice(
                     i,
                     self._echoed.get(i, "") + choice.text,
-                    self._token_logprobs(choice.tokens) if self._logprobs else None,
+                    self._token_logprobs(i, self._scored.get(i, ()), choice.tokens) if self._logprobs else None,
                     choice.finish,
                 ),
                 choice.ids,
@@ -275,20 +279,26 @@ class CompletionAnswer(_Base):
         ]
         return orjson.dumps({**self._head, "choices": choices, "usage": usage.json()})
 
-    def _token_logprobs(self, tokens: Sequence[PlacedToken]) -> Json:
+    def _token_logprobs(self, choice: int, echoed: Sequence[PlacedToken], own: Sequence[PlacedToken]) -> Json:
+        """Return the log-probabilities of tokens of the prompt and of the answer. Offsets count from the beginning of
+        the choice's whole text."""
+        tokens, before = (*echoed, *own), len(self._echoed.get(choice, ""))
         return {
             "tokens": [self._name(token.sampled.token) for token in tokens],
             "token_logprobs": [_finite(token.sampled.logprob) for token in tokens],
             "top_logprobs": [self._top(token.sampled) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
+            "text_offset": [*(token.offset for token in echoed), *(before + token.offset for token in own)],
         }
 
-    def _top(self, sampled: SampledToken) -> Json:
-        """Return the log-probability of the sampled token and of the most probable ones, by their texts.
+    def _top(self, sampled: SampledToken) -> Json | None:
+        """Return the log-probability of the sampled token and of the most probable ones, by their texts; None for a
+        prompt's first token, which nothing comes before.
 
         Texts may be equal (in vLLM later ones replace earlier ones): a further token of a text is named by its id, as
         in vLLM's `return_tokens_as_token_ids`.
         """
+        if sampled.logprob is None:
+            return None
         top: Json = {}
         named = {sampled.token: sampled.logprob, **dict(sampled.top)}
         for token, logprob in named.items():

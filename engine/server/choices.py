@@ -38,6 +38,16 @@ class Delta:
     """The stop string that ended the sequence."""
 
 
+def offsets_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the characters before each token in the text that the tokens make as an answer."""
+    choice = AnswerChoice(0, 0, tokenizer, (), logprobs=True)
+    outputs = (
+        TokenOutput(0, SampledToken(token), FinishReason.LENGTH if i + 1 == len(tokens) else None, 0)
+        for i, token in enumerate(tokens)
+    )
+    return tuple(placed.offset for output in outputs for placed in choice.push(output).tokens)
+
+
 class AnswerChoice:
     """State of one sequence of a request. Stop tokens and stop strings never appear in its text."""
 

@@ -64,7 +64,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of the API and of vLLM that this engine refuses, with the values that it accepts because they have no effect.
 Null is always accepted."""
-_IGNORED: Mapping[str, tuple[Any, ...]] = {
+IGNORED: Mapping[str, tuple[Any, ...]] = {
     "cache_prompt": (True,),
     "chat_template_content_format": ("auto",),
     "detokenize": (True,),
@@ -78,7 +78,7 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "request_id": (),
     "separate_reasoning": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "standard_only"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_reasoning": (),
@@ -201,23 +201,29 @@ class CompletionFields(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
-def parse_fields(kind: type[B], body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = _REFUSED) -> B:
-    """Return `body` as `kind`. `refused`: unsupported fields, with the values that are accepted.
+def parse_fields(
+    kind: type[B],
+    body: Mapping[str, Any],
+    refused: Mapping[str, tuple[Any, ...]] = _REFUSED,
+    ignored: Mapping[str, tuple[Any, ...]] = IGNORED,
+) -> B:
+    """Return `body` as `kind`. `refused`: unsupported fields, with the values that are accepted. `ignored`: fields
+    without effect, with the values that ask for nothing.
 
     Raises BadRequest naming the first field at fault.
     """
-    given, ignored = {}, []
+    given, without_effect = {}, []
     for name, value in body.items():
         if name in kind.model_fields:
             given[name] = value
         elif name in refused:
             if not _asks_nothing(value, refused[name]):
                 raise BadRequest(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
-        elif name not in _IGNORED:
+        elif name not in ignored:
             raise _unknown(name, kind)
-        elif not _asks_nothing(value, _IGNORED[name]):
-            ignored.append(name)
-    return parse_at(kind, given).ignoring(ignored)
+        elif not _asks_nothing(value, ignored[name]):
+            without_effect.append(name)
+    return parse_at(kind, given).ignoring(without_effect)
 
 
 def check_number(items: Sequence[object], where: str) -> None:

@@ -17,9 +17,10 @@ from engine.loop.step_loop import RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
-from engine.server.choices import AnswerChoice, Delta
+from engine.server.choices import AnswerChoice, Delta, PlacedToken
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
+from engine.server.prompt_scores import prompt_scores
 from engine.server.requests import GenerationJob, prepare
 from engine.server.response_answers import ResponsesAnswer
 from engine.server.response_requests import prepare_response
@@ -146,9 +147,10 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
         service.metrics.requests.prepare.observe(seen.prepared_s - arrived_s)
         service.metrics.observe_ignored({_NUMBER.sub("", name.partition("kwargs.")[0]) for name in job.ignored})
         try:
+            scores = await prompt_scores(service, job) if job.scores_prompt else ()
             async with service.loop.submit(requests) as stream:
                 generation = _Generation(service, job, choices, stream, arrived_s)
-                answer = _answer(endpoint, service, job, choices)
+                answer = _answer(endpoint, service, job, choices, scores)
                 respond = _stream if job.stream else _whole
                 try:
                     return await respond(request, generation, answer)
@@ -176,7 +178,11 @@ def _prepared(
 
 
 def _answer(
-    endpoint: Endpoint, service: EngineService, job: GenerationJob, choices: Mapping[int, AnswerChoice]
+    endpoint: Endpoint,
+    service: EngineService,
+    job: GenerationJob,
+    choices: Mapping[int, AnswerChoice],
+    scores: Sequence[Sequence[PlacedToken]],
 ) -> Answer:
     if endpoint is Endpoint.MESSAGES:
         (prompt,) = job.prompts
@@ -217,6 +223,7 @@ def _answer(
         include_usage=job.include_usage,
         continuous_usage=job.continuous_usage,
         echoed=echoed,
+        scored={choice.index: scores[choice.prompt] for choice in choices.values()} if scores else None,
         prompt_ids=prompt_ids,
     )
 

@@ -74,7 +74,6 @@ class MessagesFields(CountFields, SharedFields):
     stop_sequences: list[StopString] | None = Field(None, max_length=16)
     # Harmless: they have no effect on the answer.
     metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]:

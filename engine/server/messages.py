@@ -9,9 +9,9 @@ from typing import Any
 
 from engine.contract.errors import BadRequest
 from engine.sched.request import ToolUse
-from engine.server.exact_numbers import exact_json
 from engine.server.fields import check_number
 from engine.text.chat import ChatTemplate
+from engine.text.exact_numbers import exact_json
 from engine.text.rendering import Arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

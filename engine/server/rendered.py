@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from engine.server.requests import ModelText
 
 
+_OWN = {
+    "messages": "the messages are those of the request",
+    "tools": "the tools are those of the request",
+    "documents": "this engine takes no documents",
+    "add_generation_prompt": "give it as a field of the request",
+}
+"""What `ChatTemplate.render` itself passes to a template."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """The text of a chat's prompt."""
@@ -46,6 +55,12 @@ def render_chat(
             "chat_template.jinja",
             param="messages",
         )
+    for name in variables or ():
+        if name in _OWN:
+            raise BadRequest(
+                f"chat_template_kwargs.{name} is not a template's own variable: {_OWN[name]}",
+                param=f"chat_template_kwargs.{name}",
+            )
     tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
     checked = template_messages(messages)
     rendered = model.template.render(

@@ -12,18 +12,21 @@ from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_key
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
-from engine.server.exact_numbers import exact_fields
+from engine.server.choices import offsets_of
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
 from engine.server.messages import check_tools, tool_use
 from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
 from engine.text.detokenize import context_of
+from engine.text.exact_numbers import exact_fields
 from engine.text.key_spans import chat_spans, text_spans, token_spans
 from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
 from engine.text.tokenizer import PART_CHARS, Encoded, Tokenizer
 
+MAX_SCORED = 4096
+"""Most tokens of a prompt whose log-probabilities are computed: each costs about as much as a token of an answer."""
 MAX_CHOICES = 64
 """Most choices (prompts times n) of one request."""
 COMPLETION_MAX_TOKENS = 16
@@ -31,7 +34,6 @@ COMPLETION_MAX_TOKENS = 16
 _USUAL_BYTES_PER_TOKEN = 8
 """Texts with more bytes per token of the context are looked at in parts before they are tokenized. Usual texts have 3
 to 5 bytes per token."""
-_VARIABLES = ("reasoning_effort", "verbosity")
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 
@@ -72,6 +74,8 @@ class Prompt:
     max_tokens: int
     text: str | None
     """The prompt as the client wrote it; of token ids their text, if the answer repeats it. None: neither."""
+    offsets: tuple[int, ...] = ()
+    """Characters of `text` before each token, if the answer has the prompt's log-probabilities."""
     context: tuple[int, ...] = ()
     """The prompt's last tokens, if the answer's text continues from them (`text/detokenize.py`)."""
     answered: tuple[int, ...] = ()
@@ -113,6 +117,11 @@ class GenerationJob:
     says_nothing: bool = False
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer has the log-probabilities of the prompt."""
+        return self.echo and self.sampling.logprobs is not None
+
     def choice_sampling(self, prompt: int, choice: int) -> SamplingParams:
         """Return the sampling of one of a prompt's `n` sequences. Each has its own seed; the first has the request's.
 
@@ -138,12 +147,6 @@ def prepare(model: ModelText, endpoint: Endpoint, body: bytes) -> GenerationJob:
         return make_job(model, chat, (prompt,), _chat_logprobs(chat), ignored=ignored)
     completion = parse_fields(CompletionFields, raw)
     check_model(model, completion.model)
-    if completion.echo and completion.logprobs is not None:
-        raise BadRequest(
-            "echo together with logprobs is not supported: the engine keeps no log-probabilities of prompt tokens",
-            param="echo",
-            code="unsupported_parameter",
-        )
     listed = list_prompts(completion.prompt)
     if completion.answer_so_far and (len(listed) > 1 or completion.echo):
         raise BadRequest("answer_so_far needs one prompt, and echo to be false", param="answer_so_far")
@@ -241,7 +244,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     `exact`: the body with exact numbers.
     """
     check_tools(fields.tools, fields.tool_choice)
-    own, unread = _own_variables(model, fields)
+    own, unread = own_variables(model, {"reasoning_effort": fields.reasoning_effort, "verbosity": fields.verbosity})
     rendered = render_chat(
         model,
         exact["messages"],
@@ -268,9 +271,9 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
 
 
-def _own_variables(model: ModelText, fields: ChatFields) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields that are variables of the chat template, and the names of those that it does not read."""
-    given = {name: value for name in _VARIABLES if (value := getattr(fields, name)) is not None}
+def own_variables(model: ModelText, fields: Mapping[str, str | None]) -> tuple[dict[str, Any], list[str]]:
+    """Return the given fields that are variables of the chat template, and the names of those that it does not read."""
+    given = {name: value for name, value in fields.items() if value is not None}
     read = {name: value for name, value in given.items() if model.template is not None and model.template.reads(name)}
     return read, [name for name in given if name not in read]
 
@@ -305,13 +308,23 @@ def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str |
     context = context_of(model.tokenizer, tokens)
     kept = kept_marks(model, fields, (), len(tokens))
     keys = keys_of(model, prompt_bytes(prompt), fields.cache_salt)
+    scores = bool(fields.echo) and fields.logprobs is not None
+    if scores and len(tokens) > MAX_SCORED:
+        raise BadRequest(
+            f"echo with logprobs is for prompts of at most {MAX_SCORED} tokens; this one has {len(tokens)}",
+            param="echo",
+        )
+    offsets: tuple[int, ...] = ()
     if encoded is None or not isinstance(prompt, str):
         text = model.tokenizer.decode(tokens) if fields.echo else None
-        made = Prompt(tokens, token_spans(keys, model.stride), max_tokens, text, context, marks=kept)
+        spans = token_spans(keys, model.stride)
+        if scores:
+            offsets = offsets_of(model.tokenizer, tokens)
     else:
-        made = Prompt(
-            tokens, text_spans(keys, model.stride, prompt, encoded.ends), max_tokens, prompt, context, marks=kept
-        )
+        text, spans = prompt, text_spans(keys, model.stride, prompt, encoded.ends)
+        if scores:
+            offsets = (0, *encoded.ends[:-1])
+    made = Prompt(tokens, spans, max_tokens, text, offsets=offsets, context=context, marks=kept)
     return with_answer_so_far(model, fields, made)
 
 

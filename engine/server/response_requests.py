@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from engine.contract.errors import ApiError, BadRequest, quoted
 from engine.contract.keys import canonical_chat, compact_json
 from engine.contract.requests import MAX_LISTED, parse_body
 from engine.contract.responses import response_messages
-from engine.server.fields import GenerationFields, OpenAiFields, check_number, parse_fields, shared
+from engine.server.fields import (
+    IGNORED,
+    GenerationFields,
+    OpenAiFields,
+    StreamOptions,
+    check_number,
+    parse_fields,
+    shared,
+)
 from engine.server.marks import kept_marks
 from engine.server.rendered import render_chat
 from engine.server.requests import (
@@ -29,6 +37,7 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
+    own_variables,
     room_for,
     with_answer_so_far,
 )
@@ -37,31 +46,52 @@ from engine.text.key_spans import chat_spans
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
     "prompt": (),
-    "reasoning": ({},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream_options": (),
-    "text": ({}, {"format": {"type": "text"}}),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 """Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
 always accepted."""
+_IGNORED = {**IGNORED, "max_tool_calls": (), "truncation": ("disabled",)}
+"""`store`: the answer is the same, and a later `previous_response_id` gets 404. `truncation`: a conversation that does
+not fit the context gets 400, and any other has the same answer."""
+_LOGPROBS = "message.output_text.logprobs"
+_VARIABLES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
+"""Variable of chat templates -> the field that gives its value."""
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("input_text", "output_text")
 _ITEM = ("type", "role", "content", "id", "status", "phase")
 _Anything = Any
+_Word = Annotated[str, Field(max_length=64)]
+
+
+class Reasoning(BaseModel):
+    """`reasoning`. Only the effort can change an answer: it has no reasoning that could be summed up."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    effort: _Word | None = None
+    summary: _Word | None = None
+    generate_summary: _Word | None = None
+
+
+class TextForm(BaseModel):
+    """`text`. `format` must be plain text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: _Anything = None
+    verbosity: _Word | None = None
 
 
 class ResponsesFields(OpenAiFields):
     """The fields of the body. None: not given."""
 
     input: _Anything
+    reasoning: Reasoning | None = None
+    text: TextForm | None = None
+    include: list[_Word] | None = Field(None, max_length=64)
+    """Further parts of the answer. The engine makes none of them, so it ignores them, but for log-probabilities."""
+    stream_options: StreamOptions | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
@@ -79,7 +109,7 @@ class NotKept(ApiError):
 
 def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     """Return the job in `body`. Raises BadRequest naming the field at fault, ModelNotFound and NotKept."""
-    fields = parse_fields(ResponsesFields, parse_body(body), REFUSED)
+    fields = parse_fields(ResponsesFields, parse_body(body), REFUSED, _IGNORED)
     check_model(model, fields.model)
     if fields.previous_response_id is not None:
         raise NotKept(
@@ -89,11 +119,12 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
             code="previous_response_not_found",
         )
     _check_input(fields.input)
+    variables, ignored = _variables(model, fields)
     messages = response_messages(fields.instructions, fields.input)
     places = ["input"] if isinstance(fields.input, str) else [f"input[{i}].content" for i in range(len(fields.input))]
     if fields.instructions is not None:
         places.insert(0, "instructions")
-    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places)
+    rendered = render_chat(model, messages, None, variables | (fields.chat_template_kwargs or {}), places=places)
     text = rendered.text
     encoded = encode_prompt(model, text, "input", fields.cache_salt, add_special_tokens=False)
     keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
@@ -102,14 +133,46 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     meant = GenerationFields(**shared(fields, OpenAiFields))
     limit = model.answer_limit(room if fields.max_output_tokens is None else min(fields.max_output_tokens, room))
     kept = kept_marks(model, meant, (), len(encoded.ids))
-    told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
+    told = _told(fields)
     compact_json({"response": told}, "metadata")  # nested as in an event: what cannot be written fails now
     sampled = {
         name: model.sampling.get(name, 1.0) if (value := getattr(fields, name)) is None else value
         for name in ("temperature", "top_p")
     }
     prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
-    return make_job(model, meant, (prompt,), None, told=told | sampled, ignored=(*fields.ignored, *rendered.ignored))
+    ignored = [*fields.ignored, *ignored, *rendered.ignored]
+    return make_job(model, meant, (prompt,), None, told=told | sampled, ignored=ignored)
+
+
+def _variables(model: ModelText, fields: ResponsesFields) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables of the chat template, and the names of the fields of the answer's form without effect.
+
+    Raises BadRequest for a form that the engine does not make.
+    """
+    reasoning, form = fields.reasoning or Reasoning(), fields.text or TextForm()
+    if form.format not in (None, {"type": "text"}):
+        raise _bad("text.format", "is not supported by this engine, which writes plain text only", True)
+    included = fields.include or []
+    if _LOGPROBS in included:
+        raise _bad("include", f"{_LOGPROBS} is not supported by this engine", True)
+    read, unread = own_variables(model, {"reasoning_effort": reasoning.effort, "verbosity": form.verbosity})
+    ignored = [_VARIABLES[name] for name in unread]
+    ignored += [f"reasoning.{name}" for name in ("summary", "generate_summary") if getattr(reasoning, name) is not None]
+    ignored += ["include"] * bool(included)
+    options = fields.stream_options or StreamOptions()
+    if options.include_usage is not None or options.continuous_usage_stats is not None:
+        raise _bad("stream_options", "has only include_obfuscation here: every stream ends with its usage")
+    return read, ignored + ["stream_options.include_obfuscation"] * bool(options.include_obfuscation)
+
+
+def _told(fields: ResponsesFields) -> dict[str, Any]:
+    """Return the fields of the request that its answer repeats."""
+    told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
+    if fields.reasoning is not None:
+        told["reasoning"] = {"effort": fields.reasoning.effort, "summary": None}
+    if fields.text is not None and fields.text.verbosity is not None:
+        told["text"] = {"format": {"type": "text"}, "verbosity": fields.text.verbosity}
+    return told
 
 
 def _check_input(given: object) -> None:

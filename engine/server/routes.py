@@ -21,7 +21,6 @@ from engine.contract.message_errors import error_body
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.loop.metrics import EngineMetrics
-from engine.server.exact_numbers import exact_fields
 from engine.server.fields import check_number
 from engine.server.generate import generate
 from engine.server.keys import ApiKeys, Unauthorized, require_key
@@ -30,6 +29,7 @@ from engine.server.rendered import render_chat
 from engine.server.requests import ModelText, check_ids, check_length, check_model
 from engine.server.service import EngineService, ServerState
 from engine.server.wire import MAX_BODY_BYTES, body_of, finish
+from engine.text.exact_numbers import exact_fields
 
 log = logging.getLogger(__name__)
 

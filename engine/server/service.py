@@ -77,6 +77,10 @@ class EngineService:
     """Held while a thread surveys the cache. Only one does so at a time: it shares the interpreter with all else."""
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
+    def new_id(self) -> int:
+        """Return the id of a further request for the scheduler."""
+        return next(self._ids)
+
     def sequences(self, job: GenerationJob) -> tuple[list[Request], dict[int, AnswerChoice]]:
         """Return the job's requests for the scheduler, and the choice of each by request id. Called on a thread."""
         requests: list[Request] = []
@@ -85,7 +89,7 @@ class EngineService:
             hashed = self.scheduler.hash_prompt(prompt.tokens, job.salt, prompt.spans)
             for j in range(job.n):
                 request = Request(
-                    id=next(self._ids),
+                    id=self.new_id(),
                     prompt_tokens=prompt.tokens,
                     max_tokens=prompt.max_tokens,
                     sampling=job.choice_sampling(i, j),

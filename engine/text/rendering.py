@@ -6,7 +6,8 @@ it does not read: what a client sent is then missing in the prompt, without an e
 
 So each form is tried with messages that have a mark in the place of each text. A text whose mark is not in the rendered
 prompt is left out. The marks depend only on the shape of the messages (their roles, which texts they have), so
-conversations of one shape are tried once.
+conversations of one shape are tried once. What depends on the texts themselves, such as a template that cuts long ones,
+shows only in the prompt: there, the words of each content must stand in order.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ MOST_SHAPES = 1024
 """Shapes of messages whose form is remembered."""
 _REASONING = ("reasoning_content", "reasoning")
 """Names under which templates read an assistant's reasoning. They leave out that of earlier turns on purpose."""
+_THOUGHT_END = "</think>"
+"""Ends the reasoning at the beginning of an assistant's content, which templates leave out on purpose, too."""
+_WORD = re.compile(r"\w+")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class Arguments(dict[str, Any]):
@@ -114,9 +119,10 @@ class ChatRenderer:
         reading = self.reading(messages, tools, variables, add_generation_prompt=add_generation_prompt and not goes_on)
         given = reading.form.of(messages)
         if goes_on:
-            return RenderedChat(self.template.render_open(given, tools, variables), reading.left_out)
-        text = self.template.render(given, tools, variables, add_generation_prompt=add_generation_prompt)
-        return RenderedChat(text, reading.left_out)
+            text = self.template.render_open(given, tools, variables)
+        else:
+            text = self.template.render(given, tools, variables, add_generation_prompt=add_generation_prompt)
+        return RenderedChat(text, tuple(dict.fromkeys((*reading.left_out, *_shortened(messages, text)))))
 
     def reads(self, variable: str) -> bool:
         """Return whether a request's own variable can have an effect on a prompt."""
@@ -266,6 +272,29 @@ class _Trial:
             elif name in given:
                 function[name] = {} if isinstance(value, dict) else value
         return {"type": "function", "function": function}
+
+
+def _shortened(messages: Sequence[Mapping[str, Any]], prompt: str) -> Iterator[str]:
+    """Yield the places of contents of which the prompt lacks words."""
+    for i, message in enumerate(messages):
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            content = content.rpartition(_THOUGHT_END)[2]
+        if content.strip() not in prompt and not _has_words(content, prompt):
+            yield f"messages[{i}].content"
+
+
+def _has_words(content: str, prompt: str) -> bool:
+    """Return whether the prompt has the words of `content` in their order: a template may write the text as JSON, or in
+    other letters."""
+    prompt = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), prompt).casefold()
+    end = 0
+    for word in _WORD.findall(content.casefold()):
+        start = prompt.find(word, end)
+        if start < 0:
+            return False
+        end = start + len(word)
+    return True
 
 
 def _of_length(value: object) -> object:

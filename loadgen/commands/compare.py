@@ -92,7 +92,7 @@ class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, Request
     """Policies of a gateway, or deployments, against each other: the same prompts and schedule, in ABBA order.
 
     Exit status: 0 (also if nothing is distinguishable), 1 if an arm cannot be measured, 2 for bad flags, 3 if the run
-    is invalid, 130 on Ctrl-C. Whole rounds are always reported.
+    is invalid, 130 on Ctrl-C, which keeps whole rounds; of the first round, what has been measured.
     """
 
     removed = REMOVED
@@ -174,7 +174,7 @@ def run(argv: Sequence[str]) -> int:
             status = EXIT_INTERRUPTED
     if status:
         progress_screen().out(printable(f"{PROG}: {experiment.stopped}; {_kept(experiment)}"), highlight=False)
-    if not experiment.rounds:
+    if not experiment.kept:
         return status
     about = {"name": workload.name, **workload.about()}
     result = result_of(experiment, settings.configuration(), about, _facts(settings))
@@ -184,8 +184,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _kept(experiment: Experiment) -> str:
     whole = len(experiment.rounds)
+    if not experiment.kept:
+        return "no request had ended, so there is no report"
     if not whole:
-        return "no round was complete, so there is no report"
+        return f"no round was complete, so the report is of what {' and '.join(experiment.begun)} had measured"
     return "1 whole round is reported" if whole == 1 else f"{whole} whole rounds are reported"
 
 

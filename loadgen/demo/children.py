@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from loadgen.load.player import take_cancellation
+
 T = TypeVar("T")
 POLL_S = 0.05
 TAIL_LINES = 15
@@ -148,10 +150,18 @@ class Children:
         self._children.remove(child)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. If a child ends first, cancel `work` and raise ChildDied."""
+        """Return the result of `work`. If a child ends first, cancel `work` and raise ChildDied. A cancellation goes to
+        `work`, which may still return a result."""
         task, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                task.cancel()
+                await asyncio.wait((task,))
+                if task.cancelled():
+                    raise
+                take_cancellation()
             if task.done():
                 return task.result()
             watch.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import Callable, Coroutine, Iterator
@@ -22,6 +23,7 @@ from loadgen.experiment.run import Experiment
 from loadgen.load.arrivals import mean_turns
 from loadgen.load.calibrate import measure_tokens_per_word
 from loadgen.load.client import Client
+from loadgen.load.player import take_cancellation
 from loadgen.load.progress import Progress
 from loadgen.load.target import Target
 from loadgen.result.model import Result
@@ -125,10 +127,18 @@ async def _measure(settings: DemoSettings, gateway: GatewayUrls, steps: Steps, p
 
 
 async def compared(settings: CompareSettings, facts: dict[str, str], progress: Progress) -> Result:
-    """Run all rounds of the comparison and return the result. Raises ServerUnusable."""
+    """Run all rounds of the comparison and return the result, after Ctrl-C of what has been measured.
+
+    Raises ServerUnusable, and CancelledError if nothing has been measured.
+    """
     plan, workload = make_plan(settings)
     experiment = Experiment(plan, progress)
-    await experiment.run()
+    try:
+        await experiment.run()
+    except asyncio.CancelledError:
+        if not experiment.kept:
+            raise
+        take_cancellation()
     result = result_of(experiment, settings.configuration(), {"name": workload.name, **workload.about()}, facts)
     return result.model_copy(update={"command": "demo"})
 

@@ -21,6 +21,7 @@ from loadgen.experiment.lateness import MOST_LAG_SHARE, SHARE_OF_INTERVAL, judge
 from loadgen.experiment.pairs import pair
 from loadgen.experiment.plan import Block
 from loadgen.experiment.run import Experiment
+from loadgen.experiment.stopping import counted_rounds
 from loadgen.experiment.verdict import able_arms, verdict
 from loadgen.measure.definitions import DEFINITIONS
 from loadgen.measure.summary import summarise, summarise_runs
@@ -34,29 +35,31 @@ Configuration = Mapping[str, str | int | float | bool | list[str] | None]
 def result_of(
     experiment: Experiment, configuration: Configuration, workload: Mapping[str, str], facts: Mapping[str, str]
 ) -> Result:
-    """Return the Result of at least one whole round."""
-    plan = experiment.plan
+    """Return the Result of what `experiment` has kept, which must be at least one block."""
+    plan, kept = experiment.plan, experiment.kept
     arms = tuple(
-        _arm(spec.name, spec.url, spec.policy, [blocks[spec.name] for blocks in experiment.rounds], experiment)
+        _arm(spec.name, spec.url, spec.policy, [blocks[spec.name] for blocks in kept], experiment)
         for spec in plan.arms
+        if spec.name in kept[0]
     )
-    pairs = pair([{name: b.run for name, b in blocks.items()} for blocks in experiment.rounds], plan.objectives_ms)
+    pairs = pair([{name: b.run for name, b in blocks.items()} for blocks in kept], plan.objectives_ms)
     names = [arm.name for arm in arms]
+    baseline = plan.baseline if plan.baseline in names else names[0]
     found = (
         contrasts(
             pairs,
             names,
-            plan.baseline,
+            baseline,
             plan.seed,
-            able=able_arms(arms, plan.baseline),
+            able=able_arms(arms, baseline),
             has_objectives=bool(plan.objectives_ms),
         )
         if pairs is not None
         else Contrasts(())
     )
-    arms = judged(arms, found, plan.baseline)
+    arms = judged(arms, found, baseline)
     rounds = len(experiment.rounds)
-    found = over_rounds(found, rounds)
+    found = over_rounds(found, len(kept))
     assert experiment.isolation is not None
     return Result(
         command="compare",
@@ -72,17 +75,34 @@ def result_of(
             **facts,
         },
         isolation=experiment.isolation.about,
-        baseline=plan.baseline,
-        order=tuple(experiment.order),
+        baseline=baseline,
+        order=tuple(experiment.order or kept[0]),
         arms=arms,
         contrasts=found.found,
-        verdict=verdict(arms, found, plan.baseline),
+        partial=experiment.is_partial,
+        verdict=verdict(arms, found, baseline),
         cautions=(
-            *cautions(arms, found, plan.baseline, rounds),
+            *_cut_short(experiment),
+            *cautions(arms, found, baseline, len(kept)),
             *repeated(plan.distinct_rounds, rounds),
             *_unread(experiment.problems),
         ),
         definitions={**DEFINITIONS, **_method(len(arms))},
+    )
+
+
+def _cut_short(experiment: Experiment) -> tuple[str, ...]:
+    """Return a line for the user if the experiment ended early: what the figures are of."""
+    if not experiment.is_partial:
+        return ()
+    if experiment.rounds:
+        return (f"PARTIAL: stopped early ({experiment.stopped}), after {counted_rounds(len(experiment.rounds))}.",)
+    ended = "; ".join(
+        f"{name} {len(block.run.records):,} of {block.run.planned:,}" for name, block in experiment.begun.items()
+    )
+    return (
+        f"PARTIAL: stopped early ({experiment.stopped}), in the first round. The figures are of the requests that had"
+        f" ended: {ended}.",
     )
 
 

@@ -36,12 +36,14 @@ class _Arm:
 
 
 class Experiment:
-    """One run of a plan. Completed rounds can be read at any time, even after `run` was cancelled."""
+    """One run of a plan. What has been measured can be read at any time, even after `run` was cancelled."""
 
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self.plan = plan
         self.rounds: list[dict[str, Block]] = []
         """Whole rounds; each maps arm names to blocks."""
+        self.begun: dict[str, Block] = {}
+        """Blocks of the round that has begun and is not whole; a cancellation may have cut the last one short."""
         self.order: list[str] = []
         """Names of the arms in the order in which their blocks ran, for whole rounds."""
         self.pods: dict[str, set[str]] = {arm.url: set() for arm in plan.arms}
@@ -51,6 +53,8 @@ class Experiment:
         self.isolation: Isolation | None = None
         self.stopped = "interrupted"
         """Why no more rounds run."""
+        self.is_partial = True
+        """Whether the run ended before its last round."""
         self.problems: list[str] = []
         """Reasons why pods' counters could not be read, each once."""
         self._progress = progress
@@ -65,8 +69,13 @@ class Experiment:
             while reason is None:
                 await self._run_round(arms)
                 reason = self._reason_to_stop(clock() - start_s)
-        self.stopped = reason
+        self.stopped, self.is_partial = reason, False
         self._progress.note(f"Stopped after {counted_rounds(len(self.rounds))}: {reason}.")
+
+    @property
+    def kept(self) -> list[dict[str, Block]]:
+        """Return the whole rounds; if there is none, the blocks of the first round that have been played."""
+        return self.rounds or ([self.begun] if self.begun else [])
 
     def half_width(self) -> float:
         """Return the widest interval's half width relative to the ratio of mean TTFT; infinite if one is missing."""
@@ -83,7 +92,7 @@ class Experiment:
     async def _open(self, stack: AsyncExitStack, spec: ArmSpec) -> _Arm:
         client = await stack.enter_async_context(Client(self.plan.target(spec)))
         deployment = await look_up(client, spec.metrics_urls)
-        metrics = await stack.enter_async_context(PodMetrics(deployment.pods))
+        metrics = await stack.enter_async_context(PodMetrics(deployment.pods, client.target.tls()))
         return _Arm(spec, client, deployment, metrics)
 
     async def _prepare(self, arms: list[_Arm]) -> None:
@@ -113,8 +122,12 @@ class Experiment:
         order = [arm.name for arm in block_order(self.plan.arms, number)]
         self._progress.note(f"Round {number + 1}: {', '.join(order)}")
         by_name = {arm.spec.name: arm for arm in arms}
-        blocks = {name: await self._run_block(by_name[name], number, what, planned) for name in order}
-        self.rounds.append({arm.name: blocks[arm.name] for arm in self.plan.arms})
+        self.begun = {}
+        for name in order:
+            self.begun[name] = block = await self._run_block(by_name[name], number, what, planned)
+            if block.run.is_partial:
+                raise asyncio.CancelledError
+        self.rounds.append({arm.name: self.begun[arm.name] for arm in self.plan.arms})
         self.order += order
 
     async def _run_block(self, arm: _Arm, number: int, what: Round, planned: int | None) -> Block:
@@ -131,6 +144,7 @@ class Experiment:
             first_session=what.first_session,
             salt=salt,
             max_in_flight=plan.max_in_flight,
+            keeps_partial=True,
         )
         before = await arm.metrics.read() if arm.deployment.pods else None
         self._progress.arm_started(name, planned)

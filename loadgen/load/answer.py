@@ -38,7 +38,8 @@ class StreamedAnswer:
         """Time of each token with text. An event that only opens a chat, ends it, or tells the usage has none. Tokens
         of one event have the same time, as far as the event says how many it has."""
         self.first_token_s: float | None = None
-        """Time of the first event that does more than open a chat with its role, even if its text is empty."""
+        """Time of the first event with a text, even an empty one, or of the answer's end. An event that only opens a
+        chat with its role, or says nothing, does not count."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.has_usage = False
         self.pod = self.policy = ""
@@ -144,8 +145,8 @@ class StreamedAnswer:
             self._stopped = True
             if not self.token_times_s:  # an answer of one token without text
                 self.token_times_s.append(now_s)
-        elif not has_tokens and delta and "role" in delta:
-            return  # this event opens the chat; engines may send it before the first token
+        elif not has_tokens and "text" not in choice and (not delta or "role" in delta or delta.get("content") is None):
+            return  # this event opens the chat or keeps the connection open; engines may send it before the first token
         if self.first_token_s is None:
             self.first_token_s = now_s
 

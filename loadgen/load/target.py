@@ -84,11 +84,16 @@ class Target:
         assert parts.hostname
         if parts.scheme == "http":
             return Address(parts.hostname, parts.port or 80)
+        return Address(parts.hostname, parts.port or 443, self.tls())
+
+    def tls(self) -> ssl.SSLContext:
+        """Return how the certificates of this server and of its pods are verified. Raises OSError if the CA file cannot
+        be read."""
         context = ssl.create_default_context(cafile=self.tls_ca_file or None)
         if not self.tls_verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        return Address(parts.hostname, parts.port or 443, context)
+        return context
 
     def head(self, method: str, path: str) -> bytes:
         """Return request line and constant header fields, up to the last line break."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -108,11 +109,15 @@ def counted(before: Reading, after: Reading) -> Counted:
 class PodMetrics:
     """Reads the counters of a set of pods. Use as an async context manager."""
 
-    def __init__(self, addresses: Sequence[PodAddress]) -> None:
+    def __init__(self, addresses: Sequence[PodAddress], tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: how https pods are verified; None: by the system's authorities."""
         self.addresses = tuple(addresses)
+        self._tls = tls
 
     async def __aenter__(self) -> PodMetrics:
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S))
+        connector = aiohttp.TCPConnector(ssl=self._tls or True)
+        timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -70,7 +70,7 @@ class OpenArm:
         async with AsyncExitStack() as stack:
             self._client = await stack.enter_async_context(Client(self._target))
             self.deployment: Deployment = await look_up(self._client, self.spec.metrics_urls)
-            self._metrics = await stack.enter_async_context(PodMetrics(self.deployment.pods))
+            self._metrics = await stack.enter_async_context(PodMetrics(self.deployment.pods, self._target.tls()))
             await self._prepare()
             self._stack = stack.pop_all()
         return self

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, Unavailable, escaped, quoted
@@ -164,6 +165,22 @@ async def errors(
         response.force_close()
         request.content.feed_eof()
     return response
+
+
+def counting_unknown_paths(count: Callable[[], None]) -> Middleware:
+    """Return a middleware that calls `count` for each request that no handler takes."""
+
+    @web.middleware
+    async def counted(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed):
+            count()
+            raise
+
+    return counted
 
 
 async def end_unread(request: web.Request, response: web.StreamResponse) -> None:

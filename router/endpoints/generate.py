@@ -19,7 +19,7 @@ from router.forwarding.exchange import Arrival, Exchange
 from router.forwarding.proxy import Proxy
 from router.forwarding.recorder import Recorder
 from router.forwarding.running import Running
-from router.reading.by_load import passes
+from router.reading.client_paths import passes
 from router.tenants.limiter import Limiter
 
 

@@ -15,7 +15,7 @@ from router.edge.errors import UnsupportedEncoding
 from router.edge.form import Form, too_large
 from router.forwarding.conversations import Conversations
 from router.forwarding.exchange import Arrival
-from router.reading.by_load import UPLOADS
+from router.reading.by_load import BY_LOAD, UPLOADS
 from router.reading.inbound import Inbound, Reader, endpoint_of
 from router.reading.named_cache import NamesCache
 from router.reading.upload import Upload
@@ -95,7 +95,7 @@ class Reading:
         tenant, priority = arrival.tenant, arrival.urgency.priority
         endpoint = KEYED.get(path)
         if endpoint is None:
-            return self._reader.read_by_load(raw_path, body, incoming, tenant, priority)
+            return self._reader.read_by_load(path if path in BY_LOAD else raw_path, body, incoming, tenant, priority)
         try:
             inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
         except NamesCache as named:

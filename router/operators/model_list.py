@@ -9,6 +9,7 @@ from router.edge.client_keys import tenant_of
 from router.fleet.fleet import Fleet
 from router.operators.json_answer import json_response
 from router.reading.names import Names, check_allowed, find_model
+from router.tenants.tenant import Tenant
 
 
 class ModelList:
@@ -19,16 +20,23 @@ class ModelList:
         self._names = names
 
     async def models(self, request: web.Request) -> web.Response:
-        """Answer with the models of all pods and the operator's names that the tenant may use, each model as its first
-        pod describes it."""
-        models, tenant = self._fleet.models(), tenant_of(request)
+        """Answer `GET /v1/models`."""
+        return self.listed(tenant_of(request))
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Answer `GET /v1/models/{model}`. Raises as `one`."""
+        return self.one(request.match_info["model"], tenant_of(request))
+
+    def listed(self, tenant: Tenant) -> web.Response:
+        """Return the models of all pods and the operator's names that the tenant may use, each model as its first pod
+        describes it."""
+        models = self._fleet.models()
         cards = {name: models[name].card for name in models if tenant.may_use(name)}
         cards |= self._names.cards(models, tenant)
         return json_response({"object": "list", "data": [orjson.Fragment(cards[name]) for name in sorted(cards)]})
 
-    async def model(self, request: web.Request) -> web.Response:
-        """Answer with one model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
-        name, tenant = request.match_info["model"], tenant_of(request)
+    def one(self, name: str, tenant: Tenant) -> web.Response:
+        """Return one model, as in the list. Raises Forbidden, ModelNotFound or Unavailable."""
         check_allowed(tenant, name)
         if name in self._names:
             card = self._names.cards(self._fleet.models(), tenant).get(name)

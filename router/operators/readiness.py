@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,8 +20,10 @@ from router.fleet.scrape import Scraper
 from router.kubernetes.inference_objectives import Objectives
 from router.operators.json_answer import json_response
 from router.peer_sync.reader import PeerSyncStatus
+from router.registry.reader import RegistryStatus
 
 MAX_COUNT_DIGITS = 6
+_KIND = re.compile(r"([A-Za-z]{1,20}): ")
 
 
 class Readiness:
@@ -51,16 +55,22 @@ class Readiness:
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer 200 while the process lives."""
+        return self.alive()
+
+    def alive(self) -> web.Response:
+        """Return the answer of `health`."""
         return json_response({"status": "ok"})
 
-    def missing(self) -> list[str]:
-        """Return descriptions of what the gateway still needs before it can route; empty if it is ready."""
+    def missing(self, shown: Callable[[str], str] | None = None) -> list[str]:
+        """Return descriptions of what the gateway still needs before it can route; empty if it is ready. `shown`: see
+        `_answer`; None: nothing."""
         discovery = self._discovery.status()
         missing = []
         if self._admission.is_draining:
             missing.append("the gateway is shutting down")
         if discovery.synced_at_s is None:
-            missing.append(f"the engines are not known yet{f': {discovery.problem}' if discovery.problem else ''}")
+            cause = f": {shown(discovery.problem)}" if shown is not None and discovery.problem else ""
+            missing.append(f"the engines are not known yet{cause}")
         elif not self._fleet.is_probed:
             missing.append("the engines have not been asked yet")
         elif self._scraper is not None and not self._scraper.knows_ranks:
@@ -73,12 +83,24 @@ class Readiness:
         """Answer 200 once the gateway knows what it needs to route; the body says what is missing.
 
         A gateway is ready even without engines, since clients get an error for that, and even if Redis fails.
-        `?engines=N`: see `_few`.
+        `?engines=N`: see `_few`. Anybody may ask, so the body has no address and no name.
         """
+        return self.public(request.query.get("engines"))
+
+    async def ready_for_operators(self, request: web.Request) -> web.Response:
+        """Answer as `ready`, with the texts of errors."""
+        return self._answer(request.query.get("engines"), str)
+
+    def public(self, engines: str | None = None) -> web.Response:
+        """Return the answer of `ready`."""
+        return self._answer(engines, _kind_of)
+
+    def _answer(self, engines: str | None, shown: Callable[[str], str]) -> web.Response:
+        """`engines`: see `_few`. `shown` returns what the caller may know of an error's text."""
         discovery = self._discovery.status()
         admitted = len(self._fleet.admitted())
-        missing = self.missing()
-        missing += _few(request.query.get("engines"), admitted)
+        missing = self.missing(shown)
+        missing += _few(engines, admitted)
         detail = {
             "ready": not missing,
             "missing": missing,
@@ -87,12 +109,12 @@ class Readiness:
                 "synced": discovery.synced_at_s is not None,
                 "sync_age_s": round(self.sync_age_s(), 3),
                 "errors": discovery.errors,
-                "problem": discovery.problem,
+                "problem": discovery.problem and shown(discovery.problem),
                 "pool_valid": discovery.is_pool_valid,
             },
-            "objectives": _objective_facts(self._objectives),
-            "registry": {"configured": self._has_registry, **asdict(self._registry.status())},
-            "sharing": _few_facts(self._peer_sync.status()),
+            "objectives": _objective_facts(self._objectives, shown),
+            "registry": _registry_facts(self._registry.status(), shown) | {"configured": self._has_registry},
+            "sharing": _few_facts(self._peer_sync.status(), shown),
         }
         return json_response(detail, status=503 if missing else 200)
 
@@ -106,18 +128,31 @@ class Readiness:
         return max(0.0, self._clock() - (self._started_s if synced_at_s is None else synced_at_s))
 
 
-def _objective_facts(objectives: Objectives | None) -> dict[str, Any] | None:
+def _kind_of(error: str) -> str:
+    """Return the kind of an error without its text, which may have the address of Redis or of the API server."""
+    found = _KIND.match(error)
+    return f"{found[1] if found else 'failed'}: the operators' port and the log say more"
+
+
+def _objective_facts(objectives: Objectives | None, shown: Callable[[str], str]) -> dict[str, Any] | None:
     """Return facts about the objectives; None if none are followed."""
-    return None if objectives is None else {"known": len(objectives), "problem": objectives.status().problem}
+    if objectives is None:
+        return None
+    problem = objectives.status().problem
+    return {"known": len(objectives), "problem": problem and shown(problem)}
 
 
-def _few_facts(status: PeerSyncStatus) -> dict[str, Any]:
+def _registry_facts(status: RegistryStatus, shown: Callable[[str], str]) -> dict[str, Any]:
+    return asdict(status) | {"last_error": status.last_error and shown(status.last_error)}
+
+
+def _few_facts(status: PeerSyncStatus, shown: Callable[[str], str]) -> dict[str, Any]:
     """Return the facts without names, since anybody may ask whether the gateway is ready."""
     return {
         "sharing": status.sharing,
         "connected": status.connected,
         "gateways": len(status.gateways),
-        "last_error": status.last_error,
+        "last_error": status.last_error and shown(status.last_error),
     }
 
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import unquote
 
+from aiohttp import web
 from google.protobuf.struct_pb2 import Struct
 from multidict import CIMultiDict
 
@@ -18,16 +19,14 @@ from engine.common.log_lines import as_text
 from engine.contract import headers
 from engine.contract.errors import ApiError
 from router.edge.admission import Admitted
-from router.edge.client_keys import key_id_shown
-from router.edge.errors import OPERATORS_PATHS, DeadlineExceeded, RequestTimeout, Unauthorized, error_response
+from router.edge.client_keys import OPEN_PATHS, key_id_shown
+from router.edge.errors import DeadlineExceeded, Forbidden, RequestTimeout, Unauthorized, error_response
 from router.edge.headers import CACHE_FACTS, request_id
-from router.endpoints.intake import KEYED
 from router.fleet.pod import Lease, Pod
-from router.forwarding.candidates import NoSuchPath
 from router.forwarding.exchange import Arrival, Exchange
 from router.picker.answer import Answered
 from router.picker.bodies import Body
-from router.picker.destination import ByLoad, endpoint_of_pod, fallbacks, outside
+from router.picker.destination import ByLoad, NoneAllowed, endpoint_of_pod, fallbacks, outside
 from router.picker.parts import PickerParts
 from router.picker.protocol import (
     DESTINATION,
@@ -44,16 +43,15 @@ from router.picker.protocol import (
 )
 from router.picker.urgency import urgency_of
 from router.picker.wire import picker_pb2 as wire
-from router.reading.by_load import BY_LOAD, CLOSED
+from router.reading.client_paths import Found, Kind, UnknownPath, find
 from router.reading.inbound import Inbound
 from router.tenants.limiter import Taking
+from router.tenants.tenant import DEFAULT, Tenant
 
 Responses = Sequence[wire.ProcessingResponse]
 
-READ = frozenset(KEYED).union(BY_LOAD)
+READ = frozenset((Kind.PREFIX, Kind.LOAD, Kind.PASSED))
 """Paths whose bodies decide where requests go."""
-NOT_FOR_CLIENTS = CLOSED | OPERATORS_PATHS
-"""Paths that change an engine if they are POSTed to. The engine would take the gateway's key for it."""
 MAX_LOGGED_CHARS = 2**13
 """Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
@@ -81,6 +79,9 @@ class Call:
         self._taking: Taking | None = None
         self._fields: CIMultiDict[str] = CIMultiDict()
         self._path = ""
+        self._target = ""
+        self._found: Found | None = None
+        """The request's entry in the list of what clients may use. Without one, no engine gets the request."""
         self._request_mode = self._response_mode = int(wire.FULL_DUPLEX_STREAMED)
         self._allowed: frozenset[str] | None = None
         self._body: Body | None = None
@@ -123,7 +124,7 @@ class Call:
         if exchange is None:
             return
         self._exchange = None
-        answered, parts = self._answered, self._parts
+        answered, parts, found = self._answered, self._parts, self._found
         if answered is not None and not self._sees_body:
             answered.ended()  # the proxy does not say how the answer ended
         if not exchange.status:
@@ -139,6 +140,8 @@ class Call:
         if self._taking is not None:
             self._taking.used = exchange.tokens_used if self._lease is None else self._tokens_by_load(exchange)
             await self._taking.__aexit__()
+        if found is not None and found.kind is Kind.STORED:
+            parts.stored.answered(self._fields[":method"], found.name, exchange.status)
         self._inside.close()
         parts.recorder.ended(exchange, self._path, self._who)
 
@@ -151,20 +154,15 @@ class Call:
         session, deadline_s = fields.get(headers.SESSION), now_s + parts.limits.total_s
         arrival = Arrival(request_id(fields), now_s, deadline_s, client_session=session, trace=trace)
         self._exchange = Exchange(arrival)  # a refusal is recorded here, before the tenant is known
-        # Engines decode a path before they look it up, so `/v1/completion%73` is a request for completions.
-        self._path = as_text(unquote(fields.get(":path", "").partition("?")[0]), MAX_LOGGED_CHARS)
+        self._target = fields.get(":path", "")
+        self._path = as_text(unquote(self._target.partition("?")[0]), MAX_LOGGED_CHARS)
         admitted = self._admitted = self._inside.enter_context(parts.admission.request())
-        tenant = arrival.tenant
-        if parts.keys is not None:
-            try:
-                tenant = parts.keys.admit(authorization_of(fields))
-            except Unauthorized as error:
-                parts.on_refusal(error)
-                raise
-        arrival = arrival._replace(tenant=tenant, urgency=urgency_of(tenant, fields, parts))
+        arrival = arrival._replace(tenant=self._admit(fields))
+        arrival = arrival._replace(urgency=urgency_of(arrival.tenant, fields, parts))
         self._exchange = Exchange(arrival)
-        if fields.get(":method") == "POST" and self._path.rstrip("/") in NOT_FOR_CLIENTS:
-            raise NoSuchPath(f"{self._path} is for operators, not for clients", code="unknown_path")
+        found = self._found = self._find(fields)
+        if found.kind is Kind.OWN:
+            return [self._answer_itself(parts.own(found, arrival.tenant))]
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -178,6 +176,30 @@ class Call:
         if self._request_mode in BUFFERED:
             return [wire.ProcessingResponse(request_headers=wire.HeadersResponse())]
         return ()
+
+    def _admit(self, fields: CIMultiDict[str]) -> Tenant:
+        """Return the owner of the key that the request shows. Raises Unauthorized."""
+        parts = self._parts
+        if parts.keys is None or self._path in OPEN_PATHS:
+            return DEFAULT
+        try:
+            return parts.keys.admit(authorization_of(fields))
+        except Unauthorized as error:
+            parts.on_refusal(error)
+            raise
+
+    def _find(self, fields: CIMultiDict[str]) -> Found:
+        """Return what the request asks for, in the list of what clients may use. Raises UnknownPath."""
+        limits = self._parts.limits
+        try:
+            found = find(fields.get(":method", ""), self._target, passes_through=limits.passes_through, has_prefix=True)
+            if found.kind is Kind.CACHES:
+                raise UnknownPath("named caches are served at the gateway's own port alone", code="unknown_path")
+        except UnknownPath:
+            self._parts.metrics.answers.unknown_path("picker")
+            raise
+        self._path = as_text(found.path, MAX_LOGGED_CHARS)
+        return found
 
     async def _request_body(self, message: wire.ProcessingRequest) -> Responses:
         chunk = message.request_body
@@ -207,22 +229,36 @@ class Call:
         assert exchange is not None
         self._until(exchange.arrival.deadline_s)
         plain, sent = await self._body.plain(), self._body.sent()
-        if self._fields.get(":method") != "POST" or self._path not in READ:
-            return self._go(*await self._least_loaded(plain), sent, is_end=is_end)
-        raw_path = self._fields.get(":path", "").partition("?")[0]
+        found = self._found
+        assert found is not None
         assert self._admitted is not None
+        if found.kind is Kind.STORED:
+            return self._go(*await self._bound(found), sent, is_end=is_end)
+        if found.kind not in READ:
+            return self._go(*await self._least_loaded(plain), sent, is_end=is_end)
         inbound = await self._parts.reading.read(
-            self._path, raw_path, self._fields, plain, exchange.arrival, self._admitted
+            found.path, found.path, self._fields, plain, exchange.arrival, self._admitted
         )
         exchange.asks(inbound)
+        await self._charge(exchange, inbound.prompt_tokens + inbound.answer_tokens)
         pods = await self._choose(exchange, inbound)
         return self._go(pods[0], pods, inbound.body if inbound.body is not plain else sent, is_end=is_end)
+
+    async def _bound(self, found: Found) -> tuple[Pod, Sequence[Pod]]:
+        """Return the pod with the response that the path names, alone. It computes nothing, so no limit is charged."""
+        exchange, query = self._exchange, self._target.partition("?")[2]
+        assert exchange is not None
+        method, tenant = self._fields[":method"], exchange.arrival.tenant
+        inbound = await self._parts.stored.inbound(method, found.pattern, found.name, query, tenant)
+        pods = await self._choose(exchange, exchange.asks(inbound))
+        return pods[0], ()
 
     async def _choose(self, exchange: Exchange, inbound: Inbound) -> list[Pod]:
         """Return the pod of a new attempt, which counts from now on, then the pods for fallbacks."""
         parts = self._parts
-        await self._charge(exchange, inbound.prompt_tokens + inbound.answer_tokens)
-        outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
+        others = outside(parts.fleet.pods(inbound.model), self._allowed)  # if none is allowed, do not wait
+        if inbound.only in others:
+            raise NoneAllowed
         full = await parts.candidates.place(inbound, exchange)
         pods = parts.fleet.pods(inbound.model)
         others = outside(pods, self._allowed)
@@ -246,22 +282,27 @@ class Call:
         """Choose without a body, or without the whole body."""
         assert self._body is not None
         assert self._exchange is not None
+        assert self._found is not None
         self._until(self._exchange.arrival.deadline_s)
+        if self._found.kind is Kind.STORED:
+            return self._go(*await self._bound(self._found), None, is_end=True)
         return self._go(*await self._least_loaded(b""), None, is_end=True)
 
     async def _least_loaded(self, body: bytes) -> tuple[Pod, Sequence[Pod]]:
-        """Return the pod for a request without keys, which counts from now on, and all pods that may have it.
-
-        A POST may make an engine compute, so it needs the tenant's rights and is charged.
-        """
+        """Return the pod for a request without keys, which counts from now on, and all pods that may have it."""
         parts, exchange = self._parts, self._exchange
         assert exchange is not None
-        by_load, tokens = ByLoad(parts.fleet, parts.room), 1 + len(body) // 4
-        tenant = exchange.arrival.tenant if self._fields.get(":method") == "POST" else None
-        pod, able = by_load.pick(body, tenant, self._allowed)
-        if tenant is not None and tenant.limits is not None:
+        assert self._found is not None
+        by_load, tokens = ByLoad(parts.fleet), 1 + len(body) // 4
+        tenant = exchange.arrival.tenant
+        if tenant.is_isolated and self._found.kind is not Kind.UPLOAD:
+            raise Forbidden(
+                "the proxy must show bodies to the picker: without them it cannot keep this tenant's caches apart"
+            )
+        pod, able = by_load.pick(tenant, self._allowed)
+        if tenant.limits is not None:
             await self._charge(exchange, tokens)
-            pod, able = by_load.pick(body, tenant, self._allowed)  # it may have waited
+            pod, able = by_load.pick(tenant, self._allowed)  # it may have waited
         self._lease = parts.fleet.lease(
             pod, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=1, streams=False
         ).__enter__()
@@ -280,6 +321,7 @@ class Call:
         assert exchange is not None
         assert self._admitted is not None
         assert self._body is not None
+        assert self._found is not None  # else the engine would take the gateway's key for a path that is not listed
         attempt = exchange.last
         arrival = exchange.arrival
         trace = None if arrival.trace is None or attempt is None else arrival.trace.fields(attempt.span_id)
@@ -382,18 +424,30 @@ class Call:
         assert exchange is not None
         self.is_over = True
         parts.recorder.refused(exchange, error)
-        response = error_response(
-            error, exchange.arrival.request_id, rate_headers=exchange.rate_headers, path=self._path
+        return _immediate(
+            error_response(error, exchange.arrival.request_id, rate_headers=exchange.rate_headers, path=self._path)
         )
-        assert isinstance(response.body, bytes)
-        return wire.ProcessingResponse(
-            immediate_response=wire.ImmediateResponse(
-                status=wire.HttpStatus(code=response.status),
-                headers=mutation((name.lower(), value) for name, value in response.headers.items()),
-                body=response.body,
-                details="warmroute",
-            )
+
+    def _answer_itself(self, response: web.Response) -> wire.ProcessingResponse:
+        """Return the gateway's own answer in place of an engine's."""
+        assert self._exchange is not None
+        self.is_over = True
+        self._exchange.answered(response.status)
+        response.headers[headers.REQUEST_ID] = self._exchange.arrival.request_id
+        return _immediate(response)
+
+
+def _immediate(response: web.Response) -> wire.ProcessingResponse:
+    """Return a message that makes the proxy answer with `response`."""
+    assert isinstance(response.body, bytes)
+    return wire.ProcessingResponse(
+        immediate_response=wire.ImmediateResponse(
+            status=wire.HttpStatus(code=response.status),
+            headers=mutation((name.lower(), value) for name, value in response.headers.items()),
+            body=response.body,
+            details="warmroute",
         )
+    )
 
 
 _HANDLERS: Mapping[str, Callable[[Call, wire.ProcessingRequest], Awaitable[Responses]]] = {

@@ -4,18 +4,14 @@ without keys go to the least loaded pod."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
-
-import orjson
+from collections.abc import Sequence
 
 from engine.contract.errors import Unavailable
 from engine.contract.requests import Endpoint
 from router.edge.errors import RETRY_AFTER_S
 from router.fleet.fleet import Fleet
 from router.fleet.pod import Pod
-from router.forwarding.waiting import WaitingRoom
 from router.picker.protocol import endpoint_of, names
-from router.reading.names import not_allowed
 from router.tenants.tenant import Tenant
 from router.views.types import PodId
 
@@ -55,43 +51,19 @@ def fallbacks(pods: Sequence[Pod], first: Pod, most: int) -> list[str]:
 
 
 class ByLoad:
-    """Picks pods for requests without keys: those to unknown endpoints, and those without a body."""
+    """Picks pods for requests whose body the picker does not read: forms, and bodies that the proxy does not show."""
 
-    def __init__(self, fleet: Fleet, room: WaitingRoom) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._room = room
 
-    def pick(self, body: bytes, tenant: Tenant | None, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
-        """Return the least loaded pod, and all allowed pods, of the model that a JSON body names. If the body
-        names no model with a pod, return those of all models that the tenant may use.
-
-        `tenant`: whose rights count; None: nobody's, because the request computes nothing. Raises Forbidden and
-        Unavailable.
+    def pick(self, tenant: Tenant, allowed: frozenset[str] | None) -> tuple[Pod, Sequence[Pod]]:
+        """Return the least loaded pod, and all allowed pods, among those of which the tenant may use every model: the
+        body may name any of them. Raises Unavailable.
         """
-        model = _model_of(body)
-        if tenant is not None and model is not None and not tenant.may_use(model):
-            raise not_allowed(model)
-        full: Collection[PodId] = ()
-        pods: Sequence[Pod] = self._fleet.pods(model) if model is not None else ()
-        if pods and model is not None:
-            full = self._room.full(model) or ()
-        else:
-            pods = self._fleet.admitted()
-            if tenant is not None:
-                pods = [pod for pod in pods if any(tenant.may_use(served.name) for served in pod.identity.models)]
+        pods = [pod for pod in self._fleet.admitted() if all(tenant.may_use(m.name) for m in pod.identity.models)]
         others = outside(pods, allowed)
         able = [pod for pod in pods if pod.pod_id not in others]
         if not able:
             raise Unavailable("no engine is up", code="no_engine", retry_after_s=RETRY_AFTER_S)
-        best = [pod for pod in able if pod.pod_id not in full] or able
-        least = min(pod.in_flight / pod.weight for pod in best)
-        return random.choice([pod for pod in best if pod.in_flight / pod.weight <= least]), able
-
-
-def _model_of(body: bytes) -> str | None:
-    try:
-        fields = orjson.loads(body) if body else None
-    except orjson.JSONDecodeError:
-        return None
-    model = fields.get("model") if isinstance(fields, dict) else None
-    return model if isinstance(model, str) else None
+        least = min(pod.in_flight / pod.weight for pod in able)
+        return random.choice([pod for pod in able if pod.in_flight / pod.weight <= least]), able

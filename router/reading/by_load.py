@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote
 
 from engine.contract.errors import BadRequest
 
@@ -22,18 +21,6 @@ AUDIO_TOKEN_BYTES = 512
 """Bytes of a recording per token of load, at 128 kbit/s and the 32 tokens a second of Gemini's documentation."""
 CLOSED = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Paths that change an engine: no client may use them."""
-
-
-def passes(raw_path: str) -> bool:
-    """Whether --pass-through allows the path: below /v1/, without segments that a server may resolve, not CLOSED."""
-    path = unquote(raw_path)
-    segments = path.split("/")[2:]
-    return (
-        path.startswith("/v1/")
-        and path.isprintable()
-        and not any(segment in ("", ".", "..") or "\\" in segment or "%" in segment for segment in segments)
-        and path not in CLOSED
-    )
 
 
 def asked_model(fields: dict[str, Any], *, is_required: bool) -> str | None:

@@ -32,7 +32,7 @@ from router.edge.connection_limits import (
     most_connections,
     refuse_extra,
 )
-from router.edge.errors import end_connection, end_unread, errors
+from router.edge.errors import counting_unknown_paths, end_connection, end_unread, errors
 from router.edge.headers import UpstreamHeaders
 from router.edge.tls import Certificate, engine_context
 from router.engines.engine_client import EngineClient
@@ -112,6 +112,7 @@ def build_app(settings: GatewaySettings, constants: Constants = DEFAULTS) -> web
     """Return the application, not started. The contexts make what needs a running loop, in this order."""
     metrics, client_keys = Metrics(), ClientKeys()
     guards = [require_key(client_keys, counting_refusals(metrics))] if settings.has_client_keys else []
+    guards.append(counting_unknown_paths(partial(metrics.answers.unknown_path, "http")))
     app = web.Application(middlewares=[errors, refuse_extra, *guards], client_max_size=settings.max_body_bytes)
     app[SETTINGS], app[CONSTANTS] = settings, constants
     app[METRICS], app[CLIENT_KEYS] = metrics, client_keys

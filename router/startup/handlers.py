@@ -7,6 +7,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from aiohttp import web
@@ -21,7 +22,7 @@ from router.edge.body import BodyLimits
 from router.edge.client_keys import counting_refusals
 from router.endpoints.generate import Generate
 from router.endpoints.intake import Reading, UploadLimits
-from router.endpoints.stored_responses import Stored
+from router.endpoints.stored_responses import Stored, StoredResponses
 from router.fleet.fetch import HttpFetch
 from router.fleet.vital_signs import VitalSigns
 from router.forwarding.attempts import Attempts, Sessions
@@ -53,6 +54,7 @@ from router.operators.resets import Resets
 from router.overload.line import LineLimits
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
+from router.reading.client_paths import MODEL, MODELS, Found
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
 from router.reading.names import Models
@@ -104,6 +106,7 @@ from router.telemetry.inference import InferenceValues
 from router.telemetry.log import RequestLog
 from router.telemetry.metrics import ScrapedValues
 from router.telemetry.registry import KvEventValues
+from router.tenants.tenant import Tenant
 from router.views.table import Policy
 
 ENGINE_PRIORITY_SIGNS: Mapping[str, Literal[-1, 1] | None] = {"none": None, "vllm": -1, "sglang": 1}
@@ -121,6 +124,7 @@ class RequestParts:
     conversations: Conversations
     attempts: Attempts
     accounting: FailureAccounting
+    stored: StoredResponses
 
 
 async def handlers(app: web.Application) -> AsyncIterator[None]:
@@ -129,8 +133,8 @@ async def handlers(app: web.Application) -> AsyncIterator[None]:
     _deciding(app, registry, estimates)
     parts = _request_parts(app, estimates)
     _answering(app, parts)
-    _picking(app, parts)
     _reporting(app, registry)
+    _picking(app, parts)
     _operating(app, parts)
     yield
 
@@ -223,6 +227,7 @@ def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
         conversations,
         Attempts(fleet, chooser, sessions),
         FailureAccounting(fleet, chooser, metrics),
+        StoredResponses(fleet, app[PLACES], settings.policy),
     )
 
 
@@ -255,15 +260,7 @@ def _answering(app: web.Application, parts: RequestParts) -> None:
         tracer=app[TRACER],
         total_timeout_s=settings.total_timeout_s,
     )
-    app[STORED] = Stored(
-        app[ADMISSION],
-        fleet,
-        app[PLACES],
-        proxy,
-        app[RECORDER],
-        settings.policy,
-        settings.total_timeout_s,
-    )
+    app[STORED] = Stored(app[ADMISSION], parts.stored, proxy, app[RECORDER], settings.total_timeout_s)
 
 
 def _picking(app: web.Application, parts: RequestParts) -> None:
@@ -286,17 +283,29 @@ def _picking(app: web.Application, parts: RequestParts) -> None:
         tracer=app[TRACER],
         keys=app[CLIENT_KEYS] if settings.has_client_keys else None,
         on_refusal=counting_refusals(metrics),
+        stored=parts.stored,
+        own=partial(_own_answer, app[MODEL_LIST], app[READINESS]),
         limits=PickerLimits(
             max_body_bytes=settings.max_body_bytes,
             body_s=constants.body_timeout_s,
             total_s=settings.total_timeout_s,
             fallbacks=settings.ext_proc_fallbacks,
             tells_cache=settings.cache_headers,
+            passes_through=settings.pass_through,
             takes_tests=settings.allow_policy_header,
             has_tenants=settings.tenants_file is not None,
         ),
         objectives=app[OBJECTIVES],
     )
+
+
+def _own_answer(models: ModelList, readiness: Readiness, found: Found, tenant: Tenant) -> web.Response:
+    """Return the gateway's own answer to a client of the picker. Raises ApiError."""
+    if found.pattern == MODELS:
+        return models.listed(tenant)
+    if found.pattern == MODEL:
+        return models.one(found.name, tenant)
+    return readiness.public() if found.pattern == "/ready" else readiness.alive()
 
 
 def _operating(app: web.Application, parts: RequestParts) -> None:

@@ -85,7 +85,7 @@ def build_admin_app(app: web.Application, connections: ClientConnections) -> web
     admin_app.cleanup_ctx.append(partial(_shown, app, live))
     for path, handler in (
         ("/health", readiness.health),
-        ("/ready", readiness.ready),
+        ("/ready", readiness.ready_for_operators),
         ("/metrics", app[EXPOSITION].page),
         ("/v1/pods", app[POD_LIST].pods),
         ("/ui", pages.page),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
@@ -32,7 +33,14 @@ class AnswerMetrics:
         )
         self._unauthorized = Tally("warmroute_gateway_unauthorized", "Requests without a valid API key", ())
         self._unauthorized.counts[()] = 0
-        register(registry, self._requests, self._first_byte, self._unserved, self._unauthorized)
+        self._unknown_paths = Tally(
+            "warmroute_gateway_unknown_paths",
+            "Requests with a method and a path that clients may not use, by port (http, picker)",
+            ("port",),
+        )
+        self._unknown_paths.counts |= {("http",): 0, ("picker",): 0}
+        tallies = (self._requests, self._first_byte, self._unserved, self._unauthorized, self._unknown_paths)
+        register(registry, *tallies)
 
     def answered(self, policy: str, pod: str, status: int) -> None:
         """Count one answer to a client."""
@@ -49,6 +57,10 @@ class AnswerMetrics:
     def unauthorized(self) -> None:
         """Count a request without a valid key."""
         self._unauthorized.counts[()] += 1
+
+    def unknown_path(self, port: Literal["http", "picker"]) -> None:
+        """Count a request for what no client may use."""
+        self._unknown_paths.counts[port,] += 1
 
     def keep_pods(self, pods: Iterable[str]) -> None:
         """Forget the counters of pods that are not in `pods`, so that labels stay bounded."""

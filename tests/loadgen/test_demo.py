@@ -149,6 +149,18 @@ def test_an_interrupt_at_any_moment_leaves_nothing(tmp_path: Path, moment: str, 
         assert "Traceback" not in demo.said.read_text()
 
 
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    with running(tmp_path, "--policies", "round_robin,predicted_ttft") as demo:
+        demo.wait_said("Round 2")
+        demo.process.send_signal(signal.SIGINT)
+        assert demo.wait() == 130
+        assert demo.leaves_nothing()
+    result = orjson.loads((demo.out / "result.json").read_bytes())["result"]
+    assert result["partial"]
+    assert result["cautions"][0] == "PARTIAL: stopped early (interrupted), after one round."
+    assert all(arm["summary"]["completed"] for arm in result["arms"])
+
+
 def test_a_dead_child_ends_the_demo_and_is_named(tmp_path: Path) -> None:
     with running(tmp_path) as demo:
         demo.wait_said("gateway is ready")

@@ -50,6 +50,7 @@ def gateway_text() -> str:
     metrics.attempts.retry_refused()
     metrics.answers.unserved("m")
     metrics.answers.unauthorized()
+    metrics.answers.unknown_path("picker")
     metrics.tenants.answered("default", 200)
     metrics.tenants.used("default", prompt=3, cached=2, output=1)
     metrics.tenants.refused("default", "requests")

@@ -231,12 +231,14 @@ def test_absent_or_torn_weight_files_are_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../b.safetensors"}}'])
 def test_a_bad_index_is_refused(folder: Path, index: str) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=r"index\.json"):
         load_decoder(folder)
 
 
 def test_an_absent_shard_is_refused_by_name(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(ModelError, match=r"gone\.safetensors"):
         load_decoder(folder)

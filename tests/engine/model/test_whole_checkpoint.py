@@ -111,6 +111,17 @@ def test_a_damaged_shard_is_refused_by_its_path(tmp_path: Path, damage: str) -> 
     assert str(shard) in str(error.value)
 
 
+def test_one_file_goes_before_shards_as_in_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A merge may write one file and leave the shards and their index behind."""
+    model = hf_model("Llama")
+    merged = {name: tensor.flip(0).contiguous() for name, tensor in model.state_dict().items()}
+    save(model, tmp_path, max_shard_size="20KB")
+    save_file(merged, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt = tokens(9, 0)
+    assert greedy(tmp_path, prompt, 8) == greedy_of_transformers(tmp_path, prompt, 8)
+    assert "model.safetensors is read, and the shards" in caplog.text
+
+
 def test_a_tensor_in_two_shards_is_read_from_the_one_in_the_index(tmp_path: Path) -> None:
     save(hf_model("Llama"), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from engine.contract.errors import BadRequest
 from engine.contract.requests import Endpoint
-from engine.server.exact_numbers import exact_fields, exact_json
 from engine.server.message_requests import prepare_messages
 from engine.server.requests import ModelText, prepare
 from engine.server.response_requests import prepare_response
 from engine.startup.loaded import LoadedModel
 from engine.text.chat import ChatTemplate
+from engine.text.exact_numbers import exact_fields, exact_json
 from engine.text.rendering import ChatRenderer
 from tests.engine.server.conftest import Engine
 
@@ -75,6 +75,22 @@ def test_what_would_be_lost_is_refused_by_name(
         prompt_of(with_template(loaded, ONLY_USERS), path, body)
     assert (error.value.param, error.value.message.startswith(param)) == (param, True)
     assert prompt_of(with_template(loaded, ONLY_USERS), "/v1/chat/completions", {"messages": [USER]}) == "hi"
+
+
+def test_a_content_that_the_template_cuts_is_refused_by_name(loaded: LoadedModel) -> None:
+    model = with_template(loaded, "{% for m in messages %}{{ m.content[:20] }}{% endfor %}")
+    prompt_of(model, "/v1/chat/completions", {"messages": [{"role": "user", "content": "of twenty characters"}]})
+    with pytest.raises(BadRequest, match="would be lost") as error:
+        prompt_of(model, "/v1/chat/completions", {"messages": [USER, {"role": "user", "content": "one two " * 9}]})
+    assert error.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt"])
+def test_a_variable_that_the_request_itself_sets_is_refused(loaded: LoadedModel, name: str) -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {name: []}}
+    with pytest.raises(BadRequest) as error:
+        prompt_of(loaded.text, "/v1/chat/completions", body)
+    assert error.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_what_is_said_anyway_is_not_missed(loaded: LoadedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,6 +16,8 @@ from engine.backend.sim import SimBackend
 from engine.common.sse import SseDecoder
 from engine.sched.plan import StepPlan, StepResult
 from engine.server.response_requests import ResponsesFields
+from engine.text.chat import ChatTemplate
+from engine.text.rendering import ChatRenderer
 from tests.engine.server.conftest import FAST, MODEL, Engine, Start
 from tests.engine.server.limits.test_fuzz import JSON, Client
 from tests.engine.server.limits.test_fuzz import client as client
@@ -37,19 +40,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
     ({"instructions": 3}, "instructions"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"store": True}, "store"),
     ({"background": True}, "background"),
     ({"conversation": "c"}, "conversation"),
     ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
-    ({"text": {"format": {"type": "json_object"}}}, "text"),
-    ({"reasoning": {"effort": "low"}}, "reasoning"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"text": {"verbosity": 3}}, "text.verbosity"),
+    ({"reasoning": {"depth": "low"}}, "reasoning.depth"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"max_tokens": 3}, "max_tokens"),
 ]
 TAKEN: list[dict[str, Any]] = [
     {"store": False, "background": False, "tools": [], "tool_choice": "auto", "truncation": "disabled", "text": {}},
     {"metadata": {"a": "b"}, "user": "me", "prompt_cache_key": "k", "parallel_tool_calls": True, "temperature": 0},
     {"input": [HI, {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "a"}, HI]},
+]
+
+
+NAMED: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "store"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_tool_calls": 3}, "max_tool_calls"),
+    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning.effort, reasoning.summary"),
+    ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, "text.verbosity"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
 ]
 
 
@@ -125,6 +141,42 @@ async def test_what_is_refused_is_named_and_what_asks_for_nothing_is_taken(engin
         status, answer = await engine.ask(PATH, **{"input": "hi", "max_output_tokens": 1, **change})
         assert status == 200, (change, answer)
     assert engine.held_blocks() == 0
+
+
+async def test_what_cannot_change_the_answer_is_ignored_and_named(engine: Engine) -> None:
+    for change, names in NAMED:
+        async with engine.post(PATH, **{"input": "hi", "max_output_tokens": 1, **change}) as response:
+            assert response.status == 200, (change, await response.text())
+            assert response.headers["warning"] == f'199 warmroute "ignored, without effect on the answer: {names}"'
+
+
+async def test_effort_and_verbosity_are_variables_of_the_template(engine: Engine) -> None:
+    source = "{{ messages[0].content }} effort {{ reasoning_effort }} and {{ verbosity }}"
+    model = replace(engine.service.model, template=ChatRenderer(ChatTemplate(source, {})))
+    engine.state.service = replace(engine.service, model=model)
+    sizes = []
+    async with client_of(engine) as client:
+        for effort in ("low", "medium"):
+            said = await client.responses.with_raw_response.create(
+                model=MODEL,
+                input="hi",
+                max_output_tokens=1,
+                reasoning={"effort": effort},
+                text={"verbosity": "high"},
+                store=True,
+            )
+            assert str(said.headers["warning"]).endswith('answer: store"')
+            parsed = said.parse()
+            assert (parsed.reasoning and parsed.reasoning.effort, parsed.text and parsed.text.verbosity) == (
+                effort,
+                "high",
+            )
+            assert parsed.usage is not None
+            sizes.append(parsed.usage.input_tokens)
+    assert sizes == [
+        len(model.tokenizer.encode(f"hi effort {effort} and high", add_special_tokens=False).ids)
+        for effort in ("low", "medium")
+    ]
 
 
 async def test_a_step_that_fails_ends_the_stream_in_an_error(start: Start) -> None:

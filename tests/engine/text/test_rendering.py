@@ -142,6 +142,34 @@ def test_what_a_template_renders_is_unchanged(name: str, messages: list[dict[str
     assert (rendered.text, rendered.left_out) == (template.render(messages), ())
 
 
+CUTS = {
+    "[:12]": lambda text: len(text) > 12,
+    " | truncate(12)": lambda text: len(text) > 17,  # jinja2 leaves 5 characters more alone
+    ".split('\\n')[0]": lambda text: "\n" in text.strip() and bool(text.split("\n", 1)[1].strip()),
+    ".split('</think>')[-1]": lambda text: False,
+    " | tojson": lambda text: False,
+    " | tojson(ensure_ascii=True)": lambda text: False,
+    " | upper": lambda text: False,
+    " | trim": lambda text: False,
+    " | replace('secret', '')": lambda text: "secret" in text,
+}
+"""What a template may do to a content, and when words are missing then."""
+SENTENCE = st.lists(st.sampled_from(["naïve", "secret", "日本", '"x"', "\n", "\t", "<b>"]), max_size=8).map(" ".join)
+
+
+@settings(max_examples=200)
+@given(cut=st.sampled_from(sorted(CUTS)), content=SENTENCE, role=st.sampled_from(["user", "assistant"]))
+def test_what_depends_on_the_text_is_seen_in_the_prompt(cut: str, content: str, role: str) -> None:
+    """Each sentence ends in a word of its own, which is what a cut takes away first."""
+    content = f"{content} {content}last"
+    if role == "assistant":
+        content = f"because </think>{content}"
+    source = "{% for m in messages %}<{{ m.role }}>{{ " + f"(m.content){cut}" + " }}{% endfor %}"
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "go on"}]
+    rendered = ChatRenderer(ChatTemplate(source, {})).render(messages)
+    assert rendered.left_out == (("messages[0].content",) if CUTS[cut](content) else ())
+
+
 DEVELOPER = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
 
 

@@ -305,36 +305,6 @@ def test_ctrl_c_leaves_neither_process_nor_file(tmp_path: Path) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, workers: str) -> None:
-    with in_thread(LimitedGateway(known=("fast",), limits={"fast": 1000}, service_s=0.01)) as gateway:
-        program = "import sys; from loadgen.commands.bench import run; sys.exit(run(sys.argv[1:]))"
-        flags = ["--base-url", gateway.url, *SMALL[:-1], "100000", "--tokens-per-word", "2", "--workers", workers]
-        more = ["--policy", "fast", "--request-rate", "50", "--out", str(tmp_path / "out")]
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *flags, *more], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            deadline = time.monotonic() + 60
-            while len(measured(gateway)) < 60:
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline, "the load did not begin"
-                time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-            process.communicate()
-    assert process.returncode == 130, errors
-    assert "stopped early; the result is of what had been measured" in errors
-    result = json.loads((tmp_path / "out" / "result.json").read_text())["result"]
-    assert result["partial"]
-    assert result["cautions"][0].startswith("PARTIAL: stopped after ")
-    (arm,) = result["arms"]
-    assert 0 < arm["summary"]["completed"] < 5000
-    assert arm["summary"]["ttft"]["mean_ms"] > 0
-
-
 def test_further_fields_and_certificates_are_given_by_flags(tmp_path: Path) -> None:
     given = settings("--extra-body", '{"top_k": 5, "temperature": 0.5}', "--base-url", "https://h", "--insecure")
     target = given.target(given.arm())

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from loadgen.commands.argv import joined
 from loadgen.commands.compare import CompareSettings, make_plan, run
 from loadgen.load.player import ArmRun, play
 from loadgen.result.files import read_result
-from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread
+from tests.loadgen.experiment.scripted_arms import ArmGateway, in_thread, measured
 
 FAST = [
     "--policies=round_robin,predicted_ttft",
@@ -105,7 +106,34 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture
     result = read_result(tmp_path / "result.json")
     assert result.order == ("round_robin", "predicted_ttft")
     assert "interrupted" in result.facts["rounds"]
+    assert (result.partial, result.cautions[0]) == (True, "PARTIAL: stopped early (interrupted), after one round.")
     assert "interrupted; 1 whole round is reported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_ctrl_c_in_the_first_round_keeps_what_was_measured(
+    tmp_path: Path, block: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes when a few requests of the round's first or second block have ended."""
+    names = ["round_robin", "predicted_ttft"][:block]
+    flags = [flag for flag in FAST if not flag.startswith("--session")]
+
+    def interrupt_when_it_answers(gateway: ArmGateway) -> None:
+        while sum(policy == names[-1] for policy, _ in measured(gateway)) < 8:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with in_thread(ArmGateway()) as gateway:
+        threading.Thread(target=interrupt_when_it_answers, args=(gateway,), daemon=True).start()
+        more = ["--sessions=40", "--session-rate=20", "--rounds=2", f"--out={tmp_path}"]
+        assert run([f"--url={gateway.url}", *flags, *more]) == 130
+    result = read_result(tmp_path / "result.json")
+    assert result.partial
+    assert [arm.name for arm in result.arms] == names
+    assert 0 < result.arms[-1].summary.completed < result.arms[-1].summary.planned
+    assert result.cautions[0].startswith("PARTIAL: stopped early (interrupted), in the first round. The figures are of")
+    assert not any(contrast.judgement in ("better", "worse") for contrast in result.contrasts)
+    assert f"the report is of what {' and '.join(names)} had measured" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_whole_rounds(
@@ -125,7 +153,7 @@ def test_a_full_disk_keeps_whole_rounds(
     assert "1 whole round is reported" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_any_request_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(number: int) -> None:
         if number == 3:
             os.kill(os.getpid(), signal.SIGINT)
@@ -133,7 +161,7 @@ def test_ctrl_c_before_a_whole_round_leaves_nothing(tmp_path: Path, capsys: pyte
     with in_thread(ArmGateway(on_reset=interrupt)) as gateway:
         assert run([f"--url={gateway.url}", *FAST, "--rounds=5", f"--out={tmp_path / 'out'}"]) == 130
     assert not (tmp_path / "out").exists()
-    assert "no round was complete" in capsys.readouterr().err
+    assert "no request had ended, so there is no report" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_be_measured_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ TOKENS = {"word": 1, "thought": 1, "call": 1, "ids": 3, "logprobs": 2, "running 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=12), st.booleans())
 def test_gaps_are_between_tokens_only(read: Read, names: list[str], ends_apart: bool) -> None:
-    """TTFT is the time of the first event that does more than open the chat, even if its text is empty."""
+    """TTFT is the time of the first event with a text, even an empty one; an event that opens the chat has none."""
     names = [*names, "word"]
     chunks = [chunk(EVENTS[name]) for name in names]
     answer, *_ = read(
@@ -187,7 +187,7 @@ def test_gaps_are_between_tokens_only(read: Read, names: list[str], ends_apart: 
     )
     assert answer.failure is None
     assert answer.token_times_s == [2.0 + i for i, name in enumerate(names) for _ in range(TOKENS.get(name, 0))]
-    before = ("comment", "no choice", "role", "usage")
+    before = ("comment", "no choice", "nothing", "null", "role", "usage")
     assert answer.first_token_s == next(2.0 + i for i, name in enumerate(names) if name not in before)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from loadgen.load.target import Target
 from loadgen.measure.pods import (
     CounterError,
     PodAddress,
@@ -32,7 +36,7 @@ def exposition(queries: int, hits: int, name: str = "vllm:prefix_cache", models:
 
 
 @asynccontextmanager
-async def pod(answers: list[str | int]) -> AsyncIterator[str]:
+async def pod(answers: list[str | int], tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Answer each scrape with the next text or status."""
 
     async def metrics(request: web.Request) -> web.Response:
@@ -43,9 +47,9 @@ async def pod(answers: list[str | int]) -> AsyncIterator[str]:
     app.router.add_get("/metrics", metrics)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
@@ -86,6 +90,23 @@ async def test_a_pod_whose_counters_are_no_numbers_is_named(value: str) -> None:
     async with pod([page]) as url, PodMetrics([PodAddress("pod-0", f"{url}/metrics")]) as metrics:
         read = await metrics.read()
     assert read == Reading({}, (f"pod-0: {url}/metrics: its counters are not numbers of tokens",))
+
+
+async def test_a_pods_certificate_is_verified_as_the_servers(tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    async with pod([exposition(100, 30)] * 2, context) as url:
+        for given, is_read in (
+            ({}, False),
+            ({"tls_verify": False}, True),
+            ({"tls_ca_file": str(tmp_path / "ca.pem")}, True),
+        ):
+            target = Target(url, **given)
+            async with PodMetrics([address_of(url)], target.tls()) as metrics:
+                read = await metrics.read()
+            assert list(read.pods.values()) == [PodCount(100, 30)] * is_read
+            assert any("CERTIFICATE_VERIFY_FAILED" in problem for problem in read.problems) != is_read
 
 
 async def test_a_page_without_end_is_not_kept() -> None:

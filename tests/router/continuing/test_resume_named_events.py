@@ -282,7 +282,7 @@ async def test_through_the_gateway_the_official_client_notices_nothing(
         async with running(*engines, eject_after=10) as gateway:
             answer = await gateway.post(fields, path=endpoint)
         _, why = await read_with_cuts(endpoint, kind, [cut])
-        assert answer.is_whole == (why in ("", "ended"))
+        assert answer.is_whole == (why in ("", "ended")), (i, cut, why, answer.body[-300:])
         check(endpoint, answer.body, why)
         assert sum(len(teller.received) for teller in tellers) == (
             2 if why == "" and cut < len(b"".join(events)) else 1

@@ -81,8 +81,11 @@ async def test_unready_until_discovery_has_a_first_set_and_ready_with_an_empty_o
     discovery = ScriptedDiscovery()
     async with following(discovery, monkeypatch) as gateway:
         discovery.state = DiscoveryStatus(None, "forbidden: no Role", errors=2, relists={"start": 1, "forbidden": 1})
+        assert (await gateway.ready_for_operators())["missing"] == ["the engines are not known yet: forbidden: no Role"]
         ready = await gateway.get("/ready")
-        assert (ready.status, ready.json["missing"]) == (503, ["the engines are not known yet: forbidden: no Role"])
+        assert ready.status == 503
+        assert ready.json["missing"][0].startswith("the engines are not known yet: forbidden: ")
+        assert b"no Role" not in ready.body, "anybody may ask at the clients' port"
         assert ready.json["discovery"]["synced"] is False
         assert "warmroute_gateway_discovery_synced 0.0" in await text_of(gateway)
         discovery.put()
@@ -174,13 +177,12 @@ async def test_the_state_of_discovery_is_exported(monkeypatch: pytest.MonkeyPatc
         now_s = asyncio.get_running_loop().time()
         discovery.state = DiscoveryStatus(now_s - 100, "silent: gone", 3, {"start": 1, "silent": 3})
         text = await text_of(gateway)
-        ready = await gateway.get("/ready")
+        shown = (await gateway.ready_for_operators())["discovery"]
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert 100 <= float(lines["warmroute_gateway_discovery_sync_age_seconds"]) < 120
     assert lines["warmroute_gateway_discovery_synced"] == "1.0"
     assert lines["warmroute_gateway_discovery_errors_total"] == "3.0"
     assert lines['warmroute_gateway_discovery_relists_total{reason="silent"}'] == "3.0"
-    shown = ready.json["discovery"]
     assert 100 <= shown.pop("sync_age_s") < 120
     assert shown == {"synced": True, "errors": 3, "problem": "silent: gone", "pool_valid": None}
 

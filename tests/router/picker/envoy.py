@@ -173,7 +173,7 @@ async def envoy(folder: Path, settings: Mapping[str, Any], *, log: str = "warnin
             "--concurrency",
             "1",
             "--disable-hot-restart",
-            "--log-path",
+            "--log-level",
             log,
             "--admin-address-path",
             str(admin_file),

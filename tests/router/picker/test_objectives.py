@@ -165,7 +165,7 @@ async def test_a_pool_without_objectives_is_a_pool(tmp_path: Path) -> None:
             assert (ready["ready"], ready["objectives"]) == (True, {"known": 0, "problem": None})
             cluster.pools.remove(POOL)
             await eventually(lambda: not gateway.app[DISCOVERY].status().is_pool_valid)
-            ready = (await gateway.get("/ready")).json
+            ready = await gateway.ready_for_operators()
             assert (ready["ready"], ready["discovery"]["pool_valid"]) == (True, False)
             assert "there is no InferencePool" in ready["discovery"]["problem"]
             metrics = (await gateway.get("/metrics")).body.decode()

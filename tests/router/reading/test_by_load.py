@@ -17,7 +17,8 @@ from yarl import URL
 from engine.contract.errors import BadRequest, ModelNotFound
 from router.engines.engine_errors import is_unknown_path
 from router.forwarding.candidates import LACK_TTL_S, Candidates
-from router.reading.by_load import BY_LOAD, asked_model, passes
+from router.reading.by_load import BY_LOAD, asked_model
+from router.reading.client_paths import passes
 from tests.router.rig.helpers import DEADLINE_S, Script, ScriptedEngine, answers, running
 
 EMBEDDINGS = "/v1/embeddings"

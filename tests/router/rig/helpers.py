@@ -235,6 +235,11 @@ class Gateway:
         async with self.session.get(self.address(path)) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
 
+    async def ready_for_operators(self) -> Any:
+        """What the operators' port says of readiness."""
+        async with self.session.get(f"{self.admin_url}/ready") as response:
+            return await response.json()
+
     async def wait_pods(self, count: int, model: str = "m") -> None:
         """Wait until `count` pods take requests for the model."""
         await eventually(lambda: len(self.app[FLEET].pods(model)) == count)

@@ -54,11 +54,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
-    ({"service_tier": "flex"}, "service_tier"),
 ]
 TAKEN: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}, "container": None},
     {"metadata": {"user_id": "me"}, "service_tier": "auto", "stop_sequences": None, "temperature": 0, "top_k": 4},
+    {"service_tier": "flex", "store": True},
     {"system": [text(cache_control=None, citations=[])], "messages": [HI, {"role": "assistant", "content": "a"}]},
     {"messages": [HI, HI, {"role": "system", "content": "be brief"}, HI]},
     blocks(*[text(cache_control=MARK)] * 4),

@@ -139,7 +139,6 @@ ONLY_TEXT: list[tuple[str, dict[str, Any], str]] = [
     ("over-long", {"prompt": [1] * 4096}, "prompt"),
     ("logprobs true", {"logprobs": True}, "logprobs"),
     ("logprobs", {"logprobs": 21}, "logprobs"),
-    ("echo with logprobs", {"echo": True, "logprobs": 1}, "echo"),
     ("many prompts", {"prompt": ["a"] * 33, "n": 2}, "n"),
     ("messages", {"messages": [MESSAGE]}, "messages"),
 ]
