@@ -115,7 +115,7 @@ class UpstreamHeaders:
 
         The parameters are those of `of`.
         """
-        fields = {headers.REQUEST_ID: request_id, "Accept-Encoding": "identity", **self.credentials_of(pod.key)}
+        fields = {headers.REQUEST_ID: request_id, "accept-encoding": "identity", **self.credentials_of(pod.key)}
         if session_id is not None:
             fields[headers.SESSION] = session_id
         for line in ((trace or b"") + pod.rank_field).decode().splitlines():

@@ -248,7 +248,7 @@ def _has_token(choice: Mapping[str, Any]) -> bool:
         return bool(delta)
     if delta.get("content") or choice.get("token_ids"):
         return True
-    return len(delta) > 1 and any(value for name, value in delta.items() if name not in _NO_TOKENS)
+    return any(value for name, value in delta.items() if name not in _NO_TOKENS)
 
 
 def _of_message(kind: str, event: Mapping[str, Any]) -> Says:

@@ -64,6 +64,7 @@ class StreamReader:
     __slots__ = (
         "_answers",
         "_begun_usage",
+        "_is_rest",
         "_long",
         "_may_matter",
         "_reasons",
@@ -74,9 +75,11 @@ class StreamReader:
         "is_known",
     )
 
-    def __init__(self, endpoint: str, answers: int = 1) -> None:
-        """`answers`: how many answers the stream has, each with a reason for its end."""
+    def __init__(self, endpoint: str, answers: int = 1, *, is_rest: bool = False) -> None:
+        """`answers`: how many answers the stream has, each with a reason for its end. `is_rest`: it is the rest of
+        another stream, which may lack nothing but its end."""
         self._answers = answers
+        self._is_rest = is_rest
         self.is_known = endpoint in _CHATS or endpoint in MESSAGE_PATHS or endpoint == Endpoint.RESPONSES
         """Whether the API's end marks are known."""
         if endpoint in _CHATS:
@@ -144,7 +147,8 @@ class StreamReader:
             self._end(event)
         elif what is Says.REFUSAL:
             self.has_begun = self.has_end = True
-        elif what is Says.EMPTY_END and self.has_begun:
+        elif what is Says.EMPTY_END and (self.has_begun or self._is_rest):
+            self.has_begun = True
             self._reasons += 1
             self.has_end |= self._may_matter is _may_matter_in_response
         elif what is Says.ERROR:

@@ -213,7 +213,7 @@ async def _opened(response: Answer, asked: Inbound, keep: Callable[[int], bool],
         observed: Observed = observed_status(status, first, says_when=says_when, has_own_key=has_own_key)
         return Opened(response, body, first, True, observed)
     if status == 200 and response.content_type == "text/event-stream":
-        reader = StreamReader(asked.endpoint, asked.answers)
+        reader = StreamReader(asked.endpoint, asked.answers, is_rest=asked.is_rest)
         first = await beginning(body, reader)
         return Opened(response, body, first, False, began(is_stream=True), reader)
     if response.content_type.startswith(HEARD_AT_ONCE):

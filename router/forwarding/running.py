@@ -148,6 +148,7 @@ class Interrupted:
         asked = replace(
             inbound,
             endpoint=path_of(endpoint, continuation),
+            is_rest=True,
             body=ask(endpoint, self.fields, self.transcript, continuation),
             prompt_tokens=inbound.prompt_tokens + self.transcript.made,
             output_tokens=max(1, inbound.output_tokens - self.transcript.made),

@@ -126,7 +126,7 @@ class Sender:
                     race.won_by(attempt)
                 if rest is not None and isinstance(result, GoesOn):
                     body = RestBody(opened.rest, opened.take_first(), rest.rewriter)
-                    opened.rest, opened.reader = body, StreamReader(running.inbound.endpoint)
+                    opened.rest, opened.reader = body, StreamReader(running.inbound.endpoint, is_rest=True)
                     opened.first = await body.begin(opened.reader, patience.until_s)
                 attempt.answered(result, reply)
                 self._began(running, attempt, opened)
