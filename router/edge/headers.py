@@ -1,8 +1,8 @@
 """Select the headers that pass through the gateway. Hop-by-hop headers: RFC 9110 section 7.6.1.
 
 Cookies pass in neither direction: a browser sends those of every service on the same host, and an engine could set
-cookies for all of them. Headers that name the client (X-Forwarded-*, Forwarded, X-Real-IP) go to no engine, and the
-gateway does not trust them.
+cookies for all of them. Of an engine's headers, clients get a few that are listed. Headers that name
+the client (X-Forwarded-*, Forwarded, X-Real-IP) go to no engine, and the gateway does not trust them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ MAX_REQUEST_ID_CHARS = 128
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
 ) | {"transfer-encoding", "upgrade"}
+ADDRESSES_HOSTS = frozenset(
+    ("x-prefiller-host-port", "x-prefiller-url", "x-encoder-hosts-ports", "x-data-parallel-host-port")
+)
+"""Headers by which the sidecars of llm-d's engines are told of other engines. A sidecar sends the prompt wherever they
+say, so no engine gets them from a client."""
 _WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
     f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
 }
@@ -43,21 +48,25 @@ _REQUEST_ONLY = (
         headers.REQUEST_ID,
         headers.TTFT_SLO,
     }
+    | ADDRESSES_HOSTS
 )
-_FOR_GATEWAYS = frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.PRIORITY, headers.TTFT_SLO))
+_FOR_GATEWAYS = (
+    frozenset((headers.DATA_PARALLEL_RANK, headers.POLICY, headers.PRIORITY, headers.TTFT_SLO)) | ADDRESSES_HOSTS
+)
 CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
 """Headers about caches or pods. Engines send some of them, the gateway the others."""
 _PLAIN = b"accept-encoding: identity\r\n"
-_RESPONSE_ONLY = _HOP_BY_HOP | {
-    "content-length",
-    "content-encoding",
-    "set-cookie",
-    "set-cookie2",
-    headers.POD,
-    headers.REQUEST_ID,
+_OF_ANSWERS = frozenset(("content-type", "content-language", "content-disposition", "cache-control")) | {
+    *("retry-after", "retry-after-ms", "x-should-retry", headers.WARNING, "x-accel-buffering", headers.SESSION),
+    *("openai-model", "openai-processing-ms", "openai-version"),
+    *(headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH),
 }
+"""All headers of an engine that clients get: those about the body and its caching, about trying again, and what OpenAI
+and our engines say of the work. Others are the gateway's to send (limits, ids, whom to authenticate to, CORS, HSTS,
+other services), or tell about the fleet (Server, Via, Location)."""
+_FRAMING = _HOP_BY_HOP | {"content-length", "content-encoding", "date", "server", ":status"}
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
@@ -161,13 +170,15 @@ class UpstreamHeaders:
 
 def answer_headers(upstream: MultiMapping[str], *, tells_cache: bool = True) -> CIMultiDict[str]:
     """Return the engine's headers that the client gets. `tells_cache`: include those about pods and caches."""
-    return _copy(upstream, _RESPONSE_ONLY if tells_cache else _RESPONSE_ONLY | CACHE_FACTS)
+    passed = _OF_ANSWERS if tells_cache else _OF_ANSWERS - CACHE_FACTS
+    return CIMultiDict([(name, value) for name, value in upstream.items() if name.lower() in passed])
 
 
-def _copy(source: MultiMapping[str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    if "Connection" in source:
-        dropped |= _next_hop_only(source.getall("Connection"))
-    return CIMultiDict([(name, value) for name, value in source.items() if name.lower() not in dropped])
+def removed_at_proxy(upstream: Iterable[str], *, tells_cache: bool = True) -> set[str]:
+    """Return which of an engine's headers another proxy removes from its answer: all but those of `answer_headers`, and
+    the proxy's own. A proxy must keep what frames the body."""
+    kept = (_OF_ANSWERS if tells_cache else _OF_ANSWERS - CACHE_FACTS) | _FRAMING
+    return {name for name in map(str.lower, upstream) if name not in kept and not name.startswith("x-envoy-")}
 
 
 def _next_hop_only(connection: Iterable[str]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from functools import partial
 
 from aiohttp import web
@@ -15,7 +14,7 @@ from router.edge.connection_limits import leave_fifo
 from router.edge.errors import RETRY_AFTER_S, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
-from router.forwarding.conversations import NotKept
+from router.forwarding.conversations import RESPONSE_ID, NotKept
 from router.forwarding.exchange import Arrival, Exchange
 from router.forwarding.proxy import Proxy
 from router.forwarding.recorder import Recorder
@@ -30,7 +29,6 @@ from router.views.types import PodId
 STORED = tuple((listed.method, listed.pattern) for listed in LISTED if listed.kind is Kind.STORED)
 """Methods and paths. vLLM has GET and the POST to cancel; a pod answers with an error for a path that it does not
 know."""
-_ID = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 class StoredResponses:
@@ -48,7 +46,7 @@ class StoredResponses:
         Raises NotKept if the response is unknown or another tenant's (worded alike) or its pod is gone, and Unavailable
         if the pod is away.
         """
-        place = await self._places.find(name) if _ID.fullmatch(name) else None
+        place = await self._places.find(name) if RESPONSE_ID.fullmatch(name) else None
         if place is None or place.tenant != tenant.name:
             raise _not_found(name, "it is unknown here, was deleted, or was forgotten")
         check_allowed(tenant, place.model)

@@ -56,7 +56,8 @@ class Sessions:
 
 def restore_session(answer: CIMultiDict[str], exchange: Exchange) -> None:
     """Put the client's own session id into an answer that has the gateway's."""
-    if headers.SESSION in answer and any(attempt.session_id is not None for attempt in exchange.attempts):
+    is_replaced = exchange.arrival.engine_session or any(attempt.session_id for attempt in exchange.attempts)
+    if headers.SESSION in answer and is_replaced:
         answer.popall(headers.SESSION)
         if exchange.arrival.client_session is not None:
             answer[headers.SESSION] = exchange.arrival.client_session

@@ -23,6 +23,7 @@ from router.fleet.faults import Fault
 from router.fleet.pod import Lease, Pod
 from router.peer_sync.sent_reports import SentReport
 from router.reading.inbound import Inbound
+from router.tenants.marks import marked
 from router.tenants.tenant import DEFAULT, Tenant
 
 CLIENT_GONE = 499
@@ -61,6 +62,19 @@ class Arrival(NamedTuple):
     trace: Trace | None = None
     """None if traces are off."""
     urgency: Urgency = ORDINARY
+
+    @property
+    def engine_request_id(self) -> str:
+        """The request's id for engines, which tell requests apart by it. Clients choose ids, so it is the tenant's."""
+        return marked(self.tenant.name, self.request_id)
+
+    @property
+    def engine_session(self) -> str | None:
+        """The client's session for engines; None: what the client sent."""
+        name = self.client_session
+        if name is None or (own := marked(self.tenant.name, name)) == name:
+            return None
+        return own if name.isascii() and name.isprintable() else own.rpartition(".")[2]
 
     @property
     def flow(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.common.log_lines import as_text, utc_now
 from engine.common.otel.tracer import Tracer
@@ -17,6 +18,7 @@ from router.forwarding.attempts import Sessions
 from router.forwarding.conversations import Conversations
 from router.forwarding.exchange import Attempt, Exchange
 from router.forwarding.tracing import spans_of
+from router.reading.engine_fields import FieldRefused
 from router.reading.inbound import Inbound
 from router.reading.names import NOT_ALLOWED
 from router.routing.regret import regret_s
@@ -26,6 +28,8 @@ from router.telemetry.tenants import TenantMetrics
 from router.tenants.limiter import RateLimited
 from router.tenants.usage_log import UsageLog
 from router.views.types import Rival
+
+log = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 1024
 """Longest error text in a request's log line: engines may send long ones."""
@@ -118,6 +122,8 @@ class Recorder:
         elif isinstance(error, RateLimited):
             exchange.limited(error.headers)
             self._metrics.tenants.refused(exchange.arrival.tenant.name, error.reason)
+        elif isinstance(error, FieldRefused):
+            self._kept_back(exchange, error.field, "refused")
         elif isinstance(error, OutOfResources):
             self._lacks.note(error.lack)
         elif isinstance(error, Forbidden) and error.code == NOT_ALLOWED:
@@ -131,6 +137,9 @@ class Recorder:
         last = exchange.last
         if exchange.keeps:
             self._conversations.ended(exchange)
+        if exchange.inbound is not None:
+            for field in exchange.inbound.dropped:
+                self._kept_back(exchange, field, "dropped")
         policy, pod = ("", "") if last is None else (last.choice.policy, last.pod.pod_id)
         self._metrics.answers.answered(policy, pod, exchange.status or 500)
         if last is not None and exchange.inbound is not None and exchange.first_byte_s is not None:
@@ -144,6 +153,18 @@ class Recorder:
             self._accounts.ended(exchange, path, now_s - exchange.arrival.arrived_s)
         if self._request_log.enabled:
             self._request_log.write(_logged(exchange, path, now_s, *who()))
+
+    def _kept_back(self, exchange: Exchange, field: str, outcome: Literal["dropped", "refused"]) -> None:
+        """Count a field that engines must not get, and log the first one of each name."""
+        if self._metrics.answers.field_kept_back(field, outcome):
+            log.warning(
+                "request %s of tenant %s has the field %s, which engines must not get from clients: it is %s; this is "
+                "logged once, and warmroute_gateway_fields_kept_back_total counts further ones",
+                exchange.arrival.request_id,
+                exchange.arrival.tenant.name,
+                field,
+                outcome,
+            )
 
     def _learn(self, exchange: Exchange, inbound: Inbound, last: Attempt, first_byte_s: float) -> None:
         """Learn from a request whose answer has begun."""

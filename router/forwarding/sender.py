@@ -55,6 +55,7 @@ from router.forwarding.running import (
     interrupted,
 )
 from router.forwarding.silence import Silence, StreamWatch
+from router.reading.engine_fields import warning_of
 from router.telemetry.metrics import Metrics
 
 _ENDED = (Over, Interrupted)
@@ -180,9 +181,9 @@ class Sender:
             asked,
             self._upstream.of(
                 raw if asked.upload is None else asked.upload.fields(raw),
-                arrival.request_id,
+                arrival.engine_request_id,
                 attempt.pod,
-                attempt.session_id,
+                attempt.session_id or arrival.engine_session,
                 None if arrival.trace is None else arrival.trace.fields(attempt.span_id),
             ),
             patience,
@@ -315,5 +316,7 @@ class Sender:
         passed[headers.REQUEST_ID] = arrival.request_id
         if exchange.inbound is not None and exchange.inbound.endpoint in MESSAGE_PATHS:
             passed[headers.MESSAGE_REQUEST_ID] = arrival.request_id
+        if exchange.inbound is not None and exchange.inbound.dropped:
+            passed.add(headers.WARNING, warning_of(exchange.inbound.dropped))
         passed.update(exchange.rate_headers)
         return passed

@@ -21,7 +21,7 @@ from engine.contract.errors import ApiError
 from router.edge.admission import Admitted
 from router.edge.client_keys import OPEN_PATHS, key_id_shown
 from router.edge.errors import DeadlineExceeded, Forbidden, RequestTimeout, Unauthorized, error_response
-from router.edge.headers import CACHE_FACTS, request_id
+from router.edge.headers import removed_at_proxy, request_id
 from router.fleet.pod import Lease, Pod
 from router.forwarding.exchange import Arrival, Exchange
 from router.picker.answer import Answered
@@ -44,6 +44,7 @@ from router.picker.protocol import (
 from router.picker.urgency import urgency_of
 from router.picker.wire import picker_pb2 as wire
 from router.reading.client_paths import Found, Kind, UnknownPath, find
+from router.reading.engine_fields import warning_of
 from router.reading.inbound import Inbound
 from router.tenants.limiter import Taking
 from router.tenants.tenant import DEFAULT, Tenant
@@ -55,7 +56,6 @@ READ = frozenset((Kind.PREFIX, Kind.LOAD, Kind.PASSED))
 MAX_LOGGED_CHARS = 2**13
 """Longest path, and longest address of a client, in a log line. The gateway's own clients have the same bound."""
 BUFFERED = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
-_TOLD_OF_CACHES = CACHE_FACTS | {headers.POD}
 WITH_BODY = (wire.FULL_DUPLEX_STREAMED, *BUFFERED)
 """Modes that bring a request's body before its headers go on. Without the body, nothing is known of the prompt's
 prefix."""
@@ -326,7 +326,10 @@ class Call:
         arrival = exchange.arrival
         trace = None if arrival.trace is None or attempt is None else arrival.trace.fields(attempt.span_id)
         fields, removed = parts.upstream.changes(
-            arrival.request_id, pod, None if attempt is None else attempt.session_id, trace
+            arrival.engine_request_id,
+            pod,
+            (None if attempt is None else attempt.session_id) or arrival.engine_session,
+            trace,
         )
         is_rewritten = body is not None and body is not self._body.sent()
         is_buffered = body is not None and self._request_mode in BUFFERED
@@ -371,8 +374,11 @@ class Call:
         fields = self._told(exchange, answered)
         if parts.limits.takes_tests and served is not None:
             fields[TEST_SERVED] = served
-        removed = () if self._tells_cache(exchange) else _TOLD_OF_CACHES - fields.keys()
-        common = wire.CommonResponse(header_mutation=mutation(fields.items(), removed))
+        if exchange.inbound is not None and exchange.inbound.dropped:
+            fields[headers.WARNING] = warning_of(exchange.inbound.dropped)
+        sent = fields_of(head.headers)
+        removed = removed_at_proxy(sent, tells_cache=self._tells_cache(exchange)) - set(map(str.lower, fields))
+        common = wire.CommonResponse(header_mutation=mutation(fields.items(), sorted(removed)))
         return [wire.ProcessingResponse(response_headers=wire.HeadersResponse(response=common))]
 
     def _told(self, exchange: Exchange, answered: Answered) -> dict[str, str]:

@@ -28,15 +28,15 @@ def body_of(fields: Mapping[str, Any]) -> bytes:
         raise BadRequest(f"the request body is nested too deeply to change it: {error}") from None
 
 
-def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | int]) -> bytes:
+def with_fields(body: bytes, present: Collection[str], new: Mapping[str, Any], removed: Collection[str] = ()) -> bytes:
     """Return `body`, a JSON object that orjson has read, with the fields `new` in front of its own.
 
-    `present`: names of its top-level fields. All fields that `new` replaces are removed, even repeated or escaped ones:
-    of two fields with one name, one engine reads the first and another the last. Raises BadRequest if there are too
-    many fields, or values nested too deeply.
+    `present`: names of its top-level fields. All fields that `new` replaces, and those in `removed`, are removed, even
+    repeated or escaped ones: of two fields with one name, one engine reads the first and another the last. Raises
+    BadRequest if there are too many fields, or values nested too deeply.
     """
     added = orjson.dumps(new)[1:-1]
-    replaced = new.keys() & set(present)
+    replaced = (new.keys() | set(removed)) & set(present)
     if not replaced:
         start = body.index(b"{") + 1
         return b"".join((body[:start], added, b"," if present else b"", memoryview(body)[start:]))
@@ -48,9 +48,8 @@ def with_fields(body: bytes, present: Collection[str], new: Mapping[str, str | i
         raise BadRequest(
             f"the request body is nested too deeply to replace {', '.join(sorted(replaced))} in it: leave the field out"
         ) from None
-    return b"".join(
-        (text[:start].encode(), b",".join((added, *(member.encode() for member in kept))), text[end:].encode())
-    )
+    members = [*([added] if added else []), *(member.encode() for member in kept)]
+    return b"".join((text[:start].encode(), b",".join(members), text[end:].encode()))
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, str]]:

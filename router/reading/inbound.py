@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,12 +17,14 @@ from engine.contract.keys import MEDIA_BYTES, PrefixKey, key_seed, prefix_keys
 from engine.contract.requests import TOKEN_ID_BYTES, Endpoint, RequestHead, parse_body, request_head
 from engine.contract.responses import kept_by_engine
 from router.reading.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
+from router.reading.engine_fields import without_effect
 from router.reading.fields import body_of, with_fields
 from router.reading.model_ratios import Estimates
 from router.reading.named_cache import FIELD, NamesCache
 from router.reading.names import Models
 from router.reading.upload import Upload
 from router.tenants.isolation import Isolation
+from router.tenants.marks import marked
 from router.tenants.tenant import DEFAULT, Tenant
 from router.views.types import PodId
 
@@ -36,6 +38,10 @@ SESSION_FIELDS = tuple(map(istr, (headers.SESSION, "x-session-affinity", "x-clau
 """Header fields with the session: the one of vLLM and the gateway, those of proxies that pin sessions, of Claude Code
 and of Codex. The first one present counts. An `istr` is looked up without converting it to lower case each time."""
 BODY_FIELD = "prompt_cache_key"
+"""The session in the body, for the gateway alone: no engine reads the field."""
+ENGINE_SESSION = "session_id"
+"""The session in the body that vLLM and SGLang read."""
+CONVERSATION = "conversation"
 MAX_SESSION_CHARS = 512
 """A longer name is ignored."""
 LOWEST_PRIORITY = -9
@@ -92,6 +98,8 @@ class Inbound:
     """The only pod that the request can go to; None: any."""
     upload: Upload | None = None
     """The body, if it is sent to the engine as it comes; `body` is then the beginning of the file."""
+    dropped: Sequence[str] = ()
+    """Fields of the client's body that engines do not get (see `engine_fields.py`)."""
     resource: tuple[str, str] | None = None
     """Method, and path with query, if the request is not a POST to `endpoint`."""
 
@@ -155,12 +163,14 @@ class Reader:
         if endpoint is None:
             endpoint = endpoint_of(fields)
         head = request_head(endpoint, fields)
-        is_response = endpoint is Endpoint.RESPONSES
         name = meant or self.models.meant(head.model, tenant, (endpoint, fields))
         model, adapter = self.models.find(name, tenant)
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         priority = asked_priority if priority is None else priority
-        body, salt = self._rewritten(endpoint, body, fields, head, name, tenant, priority)
+        dropped = self._dropped(endpoint, fields, tenant)
+        new, salt = self._new_fields(endpoint, fields, head, name, tenant, priority)
+        if new or dropped:
+            body = with_fields(body, fields, new, dropped)
         estimate = self._estimates.of(model)
         is_ids = endpoint is Endpoint.COMPLETIONS and _is_token_ids(fields.get("prompt"))
         tokens_per_byte = 1 / TOKEN_ID_BYTES if is_ids else estimate.tokens_per_byte
@@ -184,23 +194,35 @@ class Reader:
             priority=priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
-            continues=kept_by_engine(fields) if is_response else None,
-            stores=is_response and fields.get("store") is not False,
+            continues=_continued(endpoint, fields, tenant),
+            stores=endpoint is Endpoint.RESPONSES and fields.get("store") is not False,
             is_named=name is not None and name != head.model,
+            dropped=dropped,
         )
 
-    def _rewritten(
+    def _dropped(self, endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> Sequence[str]:
+        """Return the fields that engines do not get. Raises FieldRefused.
+
+        Engines get a priority from the gateway or none from a tenant, who would choose it against other tenants.
+        """
+        dropped = without_effect(fields)
+        if fields.get("priority") is None or (self._engine_priority is not None and endpoint in _OPENAI):
+            return dropped
+        is_between_tenants = tenant.name != DEFAULT.name or self._engine_priority is not None
+        return [*dropped, "priority"] if is_between_tenants else dropped
+
+    def _new_fields(
         self,
         endpoint: Endpoint,
-        body: bytes,
         fields: Mapping[str, Any],
         head: RequestHead,
         name: str | None,
         tenant: Tenant,
         priority: int,
-    ) -> tuple[bytes, str]:
-        """Return the body that engines get, and its salt. `name`: the model that the request means."""
-        new: dict[str, str | int] = {}
+    ) -> tuple[dict[str, Any], str]:
+        """Return the fields that engines get in place of the client's, and the salt. `name`: the model that the request
+        means."""
+        new: dict[str, Any] = _own_names(endpoint, fields, tenant)
         if name is not None and name != head.model:
             new["model"] = name
         salt = head.salt
@@ -209,7 +231,7 @@ class Reader:
         # Engines accept `priority` and `n` only at OpenAI's endpoints.
         if self._engine_priority is not None and endpoint in _OPENAI and (priority or "priority" in fields):
             new["priority"] = self._engine_priority * priority
-        return (with_fields(body, fields, new) if new else body), salt
+        return new, salt
 
     def read_by_load(
         self,
@@ -225,7 +247,8 @@ class Reader:
         asked = asked_model(fields, is_required=path not in BY_LOAD)
         name = self.models.meant(asked, tenant, body)
         model, _ = self.models.find(name, tenant)
-        new: dict[str, str | int] = {}
+        dropped = self._dropped(path, fields, tenant)
+        new: dict[str, Any] = _own_names(path, fields, tenant)
         if name is not None and name != asked:
             new["model"] = name
         if path not in FREE and (salt := self._salt(tenant, fields.get("cache_salt"))) is not None:
@@ -239,7 +262,8 @@ class Reader:
             prompt_tokens=prompt_tokens,
             tokens_per_stride=self._stride * estimate.tokens_per_byte,
             output_tokens=max(1, round(estimate.output_tokens)) if path in LONG else 1,
-            body=with_fields(body, fields, new) if new else body,
+            body=with_fields(body, fields, new, dropped) if new or dropped else body,
+            dropped=dropped,
             priority=asked_priority if priority is None else priority,
             ttft_slo_s=_ttft_slo_s(incoming.get(headers.TTFT_SLO)),
             session=session_of(incoming, fields, tenant.name),
@@ -303,6 +327,30 @@ class Reader:
                 param=headers.POLICY,
             )
         return asked
+
+
+def _own_names(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> dict[str, Any]:
+    """Return the fields with names that the client chose, if engines get other names for them."""
+    new: dict[str, Any] = {}
+    if (continued := _continued(endpoint, fields, tenant)) is not None:
+        field, name = continued
+        given = fields[field]
+        if field == CONVERSATION and name != (given if isinstance(given, str) else given["id"]):
+            new[field] = name if isinstance(given, str) else {"id": name}
+    session = fields.get(ENGINE_SESSION)
+    if isinstance(session, str) and (name := marked(tenant.name, session)) != session:
+        new[ENGINE_SESSION] = name
+    return new
+
+
+def _continued(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> tuple[str, str] | None:
+    """Return the conversation that the request continues, by the engines' name. Raises BadRequest for an invalid id."""
+    if endpoint != Endpoint.RESPONSES:
+        return None
+    kept = kept_by_engine(fields)
+    if kept is None or kept[0] != CONVERSATION:
+        return kept
+    return CONVERSATION, marked(tenant.name, kept[1])
 
 
 def _priority(asked: str | None, tenant: Tenant) -> int:

@@ -189,7 +189,10 @@ def _deciding(app: web.Application, registry: RegistryView, estimates: Estimates
 def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
     """Make what reads requests, names caches and records what became of requests; return it with what is shared."""
     settings, constants, fleet, chooser, metrics = app[SETTINGS], app[CONSTANTS], app[FLEET], app[CHOOSER], app[METRICS]
-    sessions, conversations = Sessions(app[EVENTS]), Conversations(fleet, app[PLACES])
+    sessions, conversations = (
+        Sessions(app[EVENTS]),
+        Conversations(fleet, app[PLACES], has_tenants=app[SETTINGS].tenants_file is not None),
+    )
     bodies = BodyLimits(constants.body_timeout_s, constants.body_min_rate)
     reader = Reader(
         Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),

@@ -39,8 +39,14 @@ class AnswerMetrics:
             ("port",),
         )
         self._unknown_paths.counts |= {("http",): 0, ("picker",): 0}
+        self._fields = Tally(
+            "warmroute_gateway_fields_kept_back",
+            "Fields of requests that engines must not get, by name and outcome (dropped: the request was served "
+            "without it; refused: it was answered with 400)",
+            ("field", "outcome"),
+        )
         tallies = (self._requests, self._first_byte, self._unserved, self._unauthorized, self._unknown_paths)
-        register(registry, *tallies)
+        register(registry, *tallies, self._fields)
 
     def answered(self, policy: str, pod: str, status: int) -> None:
         """Count one answer to a client."""
@@ -61,6 +67,12 @@ class AnswerMetrics:
     def unknown_path(self, port: Literal["http", "picker"]) -> None:
         """Count a request for what no client may use."""
         self._unknown_paths.counts[port,] += 1
+
+    def field_kept_back(self, field: str, outcome: Literal["dropped", "refused"]) -> bool:
+        """Count a field that no engine gets. A name that a client made up must not come here. Return whether this is
+        the first one."""
+        self._fields.counts[field, outcome] += 1
+        return self._fields.counts[field, outcome] == 1
 
     def keep_pods(self, pods: Iterable[str]) -> None:
         """Forget the counters of pods that are not in `pods`, so that labels stay bounded."""

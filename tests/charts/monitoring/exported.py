@@ -51,6 +51,7 @@ def gateway_text() -> str:
     metrics.answers.unserved("m")
     metrics.answers.unauthorized()
     metrics.answers.unknown_path("picker")
+    metrics.answers.field_kept_back("request_id", "dropped")
     metrics.tenants.answered("default", 200)
     metrics.tenants.used("default", prompt=3, cached=2, output=1)
     metrics.tenants.refused("default", "requests")

@@ -11,7 +11,7 @@ import pytest
 from multidict import CIMultiDict
 
 from engine.common.sse import DONE
-from router.edge.headers import UpstreamHeaders, answer_headers
+from router.edge.headers import UpstreamHeaders, removed_at_proxy
 from router.engines.stream_reader import StreamReader
 from router.engines.usage import Usage
 from router.forwarding.relay import Relay
@@ -56,18 +56,58 @@ def test_every_connection_header_is_honoured() -> None:
         UpstreamHeaders(passes_authorization=True).of(raw, "id")
         == b"X: 3\r\naccept-encoding: identity\r\nx-request-id: id\r\n"
     )
-    assert dict(answer_headers(sent)) == {"X": "3"}
 
 
 async def test_cookies_do_not_pass_and_engines_do_not_learn_which_client_asks() -> None:
-    engine = ScriptedEngine("a", answers(200, extra={"Set-Cookie": "a=1; Path=/", "X-Kept": "yes"}))
+    engine = ScriptedEngine("a", answers(200, extra={"Set-Cookie": "a=1; Path=/", "Retry-After": "7"}))
     async with running(engine) as gateway:
         answer = await gateway.post(WHOLE, **WHO_ASKS, **{"X-Kept": "too"})
     (received,) = engine.received
     assert received.headers["X-Kept"] == "too"
     assert not received.headers.keys() & {name for name in received.headers if name.lower() in map(str.lower, WHO_ASKS)}
-    assert answer.headers["X-Kept"] == "yes"
+    assert answer.headers["Retry-After"] == "7"
     assert "Set-Cookie" not in answer.headers
+
+
+OF_THE_GATEWAY = {
+    "X-RateLimit-Limit-Requests": "1",
+    "x-ratelimit-remaining-tokens": "0",
+    "WWW-Authenticate": "Basic",
+    "Alt-Svc": 'h3=":443"',
+    "Access-Control-Allow-Origin": "*",
+    "Access-Control-Allow-Credentials": "true",
+    "Strict-Transport-Security": "max-age=1",
+    "Content-Security-Policy": "default-src *",
+    "Clear-Site-Data": '"cookies"',
+    "Set-Cookie2": "a=1",
+    "Location": "http://10.0.0.1/",
+    "Refresh": "0; url=http://10.0.0.1/",
+    "Link": "<http://10.0.0.1/>; rel=preload",
+    "Via": "1.1 engine",
+    "X-Powered-By": "engine",
+    "X-Accel-Redirect": "/secret",
+    "X-Sendfile": "/secret",
+    "X-Envoy-Upstream-Service-Time": "1",
+    "Request-Id": "other",
+    "Proxy-Authenticate": "Basic",
+    "X-Warmroute-Anything": "x",
+    "X-Of-Tomorrow": "x",
+}
+PASSED = {"Retry-After": "7", "Warning": '199 - "w"', "Cache-Control": "no-store", "Content-Language": "en"}
+
+
+@pytest.mark.parametrize("status", [200, 400, 429])
+async def test_clients_get_listed_headers_of_an_engine_alone(status: int) -> None:
+    script = answers(status, b'{"choices":[]}', extra={**OF_THE_GATEWAY, **PASSED, "Server": "uvicorn"})
+    async with running(ScriptedEngine("a", script)) as gateway:
+        answer = await gateway.post(WHOLE)
+        assert answer.status == status
+        assert {name: answer.headers.get(name) for name in PASSED} == PASSED
+        assert not [name for name in OF_THE_GATEWAY if name in answer.headers]
+        assert "uvicorn" not in answer.headers.get("Server", "")
+    names = {name.lower() for name in OF_THE_GATEWAY} - {"x-envoy-upstream-service-time", "proxy-authenticate"}
+    framing = {":status", "content-length", "transfer-encoding", "date", "content-type"}
+    assert removed_at_proxy([*OF_THE_GATEWAY, *PASSED, *framing]) == names, "and so through the picker"
 
 
 BROKEN = {

@@ -185,15 +185,96 @@ async def test_one_tenant_never_reaches_anothers_response(tenants_file: str, pod
             url = f"{gateway.url}/v1/responses/{name}{path}"
             async with gateway.session.request(method, url, headers=two) as refused:
                 assert (refused.status, (await refused.json())["error"]["code"]) == (404, "response_not_found")
-        for field, value in (("previous_response_id", name), ("conversation", "c1")):
-            refused_turn = await gateway.post({**HI, field: value}, path=PATH, **two)
-            assert (refused_turn.status, refused_turn.json["error"]["param"]) == (404, field)
+        refused_turn = await gateway.post({**HI, "previous_response_id": name}, path=PATH, **two)
+        assert (refused_turn.status, refused_turn.json["error"]["param"]) == (404, "previous_response_id")
         unknown = await gateway.post({**HI, "previous_response_id": "resp_x"}, path=PATH, **two)
         assert unknown.status == 404, "a pod that does not know the response's owner was asked"
         assert [len(engine.kept) for engine in engines] == before
         assert not [asked for engine in engines for asked in engine.asked]
         async with gateway.session.get(f"{gateway.url}/v1/responses/{name}", headers=one) as found:
             assert found.status == 200
+
+
+class Remembers(ScriptedEngine):
+    """Keeps conversations by name, as an engine does that knows no tenants."""
+
+    def __init__(self, pod: str) -> None:
+        super().__init__(pod, self._turn)
+        self.turns: dict[str, list[str]] = {}
+
+    async def _turn(self, request: web.Request) -> web.StreamResponse:
+        fields = orjson.loads(await request.read())
+        given = fields["conversation"]
+        name = given if isinstance(given, str) else given["id"]
+        turns = self.turns.setdefault(name, [])
+        turns.append(fields["input"])
+        return web.json_response(
+            {**response(f"resp_{len(name)}{len(turns)}", " ".join(turns)), "conversation": {"id": name}}
+        )
+
+
+@pytest.mark.parametrize("pods", ["a", "ab"])
+async def test_two_tenants_use_one_name_of_a_conversation_at_the_same_time_and_ever_after(
+    tenants_file: str, pods: str
+) -> None:
+    """Neither a restart of the gateway nor an expiry mixes them, and the name in an answer goes on."""
+    engines = [Remembers(pod) for pod in pods]
+    keys = [{"Authorization": f"Bearer {name}"} for name in ("one", "two")]
+    names: Any = ["support-1"] * 2
+    told: list[list[str]] = [[], []]
+    for _ in range(3):  # each time a new gateway, which knows nothing of the last one
+        for engine in engines:
+            await engine.start()
+        async with running(*engines, tenants_file=tenants_file) as gateway:
+            for is_expired in (False, True):
+                for at, key in enumerate(keys):
+                    words = f"{at}.{len(told[at])}"
+                    fields = {"model": "m", "input": words, "conversation": names[at]}
+                    answer = await gateway.post(fields, path=PATH, **key)
+                    assert answer.status == 200
+                    told[at].append(words)
+                    names[at] = ["support-1", {"id": "support-1"}, answer.json["conversation"]][len(told[at]) % 3]
+                if is_expired:
+                    gateway.app[PLACES]._known.clear()
+            if pods == "a":
+                assert answer.json["output"][0]["content"][0]["text"].split() == told[1]
+    kept: dict[str, set[str]] = {}
+    for engine in engines:
+        for name, turns in engine.turns.items():
+            kept.setdefault(name, set()).update(turns)
+    assert sorted(map(sorted, kept.values())) == told
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> str:
+    (tmp_path / "keys").write_text("plain-key-0123456789")
+    return str(tmp_path / "keys")
+
+
+async def test_the_default_tenant_is_a_tenant_where_there_are_others(tenants_file: str, keys_file: str) -> None:
+    """Its keys are in another file. A single pod would give it anybody's response."""
+    engine = Keeper("a")
+    async with running(engine, tenants_file=tenants_file, api_keys_file=keys_file) as gateway:
+        name = (await gateway.post(HI, path=PATH, Authorization="Bearer one")).json["id"]
+        gateway.app[PLACES].forget(name)
+        taken = await gateway.post(
+            {**HI, "previous_response_id": name}, path=PATH, Authorization="Bearer plain-key-0123456789"
+        )
+        assert (taken.status, len(engine.kept)) == (404, 1)
+
+
+async def test_an_engine_that_gives_one_id_twice_does_not_give_away_the_first_owners_response(
+    tenants_file: str,
+) -> None:
+    async def always_one(request: web.Request) -> web.StreamResponse:
+        return web.json_response(response("resp_1", "Hi."))
+
+    async with running(ScriptedEngine("a", always_one), tenants_file=tenants_file) as gateway:
+        for name in ("one", "two"):
+            assert (await gateway.post(HI, path=PATH, Authorization=f"Bearer {name}")).status == 200
+        place = gateway.app[PLACES].known("resp_1")
+        assert place is not None
+        assert place.tenant == "one"
 
 
 async def test_a_conversation_with_the_id_of_a_response_gives_no_right_to_that(tenants_file: str) -> None:
