@@ -64,6 +64,7 @@ class StreamReader:
     __slots__ = (
         "_answers",
         "_begun_usage",
+        "_is_refused",
         "_is_rest",
         "_long",
         "_may_matter",
@@ -80,6 +81,8 @@ class StreamReader:
         another stream, which may lack nothing but its end."""
         self._answers = answers
         self._is_rest = is_rest
+        self._is_refused = False
+        """Whether the engine ended the answer for a fault of the client."""
         self.is_known = endpoint in _CHATS or endpoint in MESSAGE_PATHS or endpoint == Endpoint.RESPONSES
         """Whether the API's end marks are known."""
         if endpoint in _CHATS:
@@ -132,6 +135,7 @@ class StreamReader:
     def usage(self, *, is_broken: bool = False) -> Usage:
         """Return the token counts so far. `is_broken`: the stream broke off."""
         counts = stream_usage(self._usage, is_broken=is_broken)
+        counts.is_final &= not self._is_refused
         return counts.or_else(usage_in(self._begun_usage)) if self._begun_usage else counts
 
     def _take(self, event: StreamEvent) -> None:
@@ -146,7 +150,7 @@ class StreamReader:
         elif what is Says.END:
             self._end(event)
         elif what is Says.REFUSAL:
-            self.has_begun = self.has_end = True
+            self.has_begun = self.has_end = self._is_refused = True
         elif what is Says.EMPTY_END and (self.has_begun or self._is_rest):
             self.has_begun = True
             self._reasons += 1

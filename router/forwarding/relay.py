@@ -169,6 +169,8 @@ class Relay:
         """The last bytes that came: the end of an event may begin in them."""
         self._is_mid_event = False
         self._is_reading = False
+        self._first = b""
+        """The first chunk, until it is sent."""
         self._rearm_at_s = 0.0
 
     def usage(self, *, is_broken: bool = False) -> Usage:
@@ -184,30 +186,30 @@ class Relay:
         Also raises ClientStalled, or ConnectionError if the client is gone.
         """
         loop = asyncio.get_running_loop()
-        part: bytes | None = chunk
+        self._first, chunk = chunk, b""
         while True:
             try:
                 with Deadline(loop) as limit:
-                    await self._copy(part, limit, on_first_sent)
+                    await self._copy(limit, on_first_sent)
                 return
             except TimeoutError:
                 if not self._is_reading:
                     raise ClientStalled from None
                 if await self._is_over_in_silence(loop.time()):
                     return
-                part = on_first_sent = None
+                on_first_sent = None
 
-    async def _copy(self, part: bytes | None, limit: Deadline, on_first_sent: Callable[[], None] | None) -> None:
-        """Send `part` and all that follows. `part`: None if the next one is to be awaited."""
+    async def _copy(self, limit: Deadline, on_first_sent: Callable[[], None] | None) -> None:
+        """Send the first chunk, if it is not sent, and all that follows."""
         loop = asyncio.get_running_loop()
         clock, write, reader, sent = loop.time, self._sink.write, self._reader, self._sent
-        if part is None:
+        chunk, self._first = self._first, b""  # no other reference may keep its memory
+        if chunk:
+            self._rearm(limit, clock())
+        else:
             self._rearm_at_s = 0.0
             limit.at(min(clock() + self._idle_s, self._deadline_s))
             chunk = await self._next()
-        else:
-            self._rearm(limit, clock())
-            chunk = part
         while chunk:
             if reader is None:
                 self._tail.add(chunk)

@@ -196,6 +196,7 @@ def test_the_last_descriptors_are_not_given_to_clients() -> None:
     script = """
 import asyncio, contextlib, os, resource, uvloop
 from router.startup.parts import FLEET
+from engine.common.sse import DONE
 from tests.router.rig.helpers import ScriptedEngine, event, running, streams
 from tests.router.rig.raw_client import GET_MODELS, connected
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
