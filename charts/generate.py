@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from charts.schema import build_schema
 from charts.values_doc import CHART, Value, read_values
-from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
+from engine.contract.redis_roles import ENGINE_RULES_7, GATEWAY_RULES
 
 README = CHART / "README.md"
 GENERATED = "<!-- generated -->"
@@ -41,7 +41,7 @@ def schema() -> str:
 
 def redis_rules() -> dict[str, str]:
     """Return the rights of each user of Redis, by the name of the file from which the chart reads them."""
-    return {"redis-gateway.acl": f"{GATEWAY_RULES}\n", "redis-engine.acl": f"{ENGINE_RULES}\n"}
+    return {"redis-gateway.acl": f"{GATEWAY_RULES}\n", "redis-engine.acl": f"{ENGINE_RULES_7}\n"}
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 6.2 or later, Valkey).
+"""The permissions of engines and gateways in Redis, as rules of `ACL SETUSER` (Redis 7.2 or later, Valkey). Redis 6.2
+knows no selectors, the parts in parentheses: there the engine has ENGINE_RULES, with which one engine can replace the
+stream of all engines of a model by a string. Gateways remove such a string again.
 
-    ACL SETUSER engine on >PASSWORD {ENGINE_RULES}
+    ACL SETUSER engine on >PASSWORD {ENGINE_RULES_7}
     ACL SETUSER gateway on >PASSWORD {GATEWAY_RULES}
 
 The engine then gets `--redis-url redis://engine:PASSWORD@HOST`. An engine publishes and cannot read other engines'
@@ -18,9 +20,13 @@ ENGINE_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* "
     f"-@all {_CONNECTING} +xadd +set +expire +pexpire +getdel +del"
 )
+ENGINE_RULES_7 = (
+    f"resetkeys resetchannels clearselectors -@all {_CONNECTING} (~warmroute:*:events +xadd +expire) "
+    "(~warmroute:*:pod:* +set +pexpire +del) (~warmroute:*:resync:* +getdel +del)"
+)
 GATEWAY_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* ~warmroute:*:shares "
     "~warmroute:*:quota ~warmroute:*:place ~warmroute:*:beliefs ~warmroute:*:belief:* "
     f"-@all {_CONNECTING} +time +xadd +xread +xrange +xrevrange +mget +set +hset +hgetall +hdel +expire +pexpire "
-    "+evalsha +script|load"
+    "+info +evalsha +script|load"
 )

@@ -255,11 +255,15 @@ class Publisher:
             if renews:
                 pipe.pexpire(snapshot_key(self._origin.model, self._origin.pod_id), int(self._lease_s * 1000))
                 pipe.getdel(resync_key(self._origin.model, self._origin.pod_id))
-            _, *answers = await pipe.execute()
+            appended, *answers = await pipe.execute(raise_on_error=False)
+        if isinstance(error := appended, Exception) or (answers and isinstance(error := answers[0], Exception)):
+            raise error
         self.stats.deltas += 1
         if renews:
             self._renewed_at_s = now_s
             leased, wanted = answers
+            if isinstance(wanted, Exception):  # somebody has put something else there; else it would stay for ever
+                await redis.delete(resync_key(self._origin.model, self._origin.pod_id))
             if not leased or wanted is not None:
                 self._needs_snapshot = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from engine.cache.survey import MOST_PREFIXES
 from engine.common.audit import Action, recorded
+from engine.common.site_guard import why_not
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest
 from engine.contract.events import Tier
@@ -36,6 +38,12 @@ log = logging.getLogger(__name__)
 STATE = web.AppKey("state", ServerState)
 METRICS = web.AppKey("metrics", EngineMetrics)
 MAX_PODS_DIGITS = 9
+
+
+class CrossSite(BadRequest):
+    """403: a web page of another site has made the request."""
+
+    status = 403
 
 
 def make_app(
@@ -85,7 +93,8 @@ def make_metrics_app(state: ServerState, metrics: EngineMetrics) -> web.Applicat
 
 def make_admin_app(state: ServerState, metrics: EngineMetrics) -> web.Application:
     """Return the app for operators."""
-    app = make_metrics_app(state, metrics)
+    app = _app(state, metrics, [_same_site])
+    app.router.add_get("/metrics", _metrics)
     app.router.add_get("/health", _health)
     app.add_routes(_ADMIN_ROUTES)
     return app
@@ -126,6 +135,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     request.app[METRICS].observe_response(resource.canonical if resource else "unknown", response.status)
     await finish(request, response)
     return response
+
+
+@web.middleware
+async def _same_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what a web page of another site asks for. Prometheus and kubelets may know this host by any name."""
+    names = (socket.gethostname().lower(),)
+    is_open = request.path in ("/metrics", "/health")
+    if not is_open and (why := why_not(request.method, request.headers, names)) is not None:
+        raise CrossSite(why, code="cross_site")
+    return await handler(request)
 
 
 async def _return_request_id(request: web.Request, response: web.StreamResponse) -> None:

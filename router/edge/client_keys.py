@@ -55,6 +55,10 @@ class ClientKeys:
         self._owners = {digest: (default, TenantKey(digest)) for digest in self._plain}
         self._owners |= {key.digest: (tenant, key) for tenant in self._tenants for key in tenant.keys}
 
+    def count_tenants(self) -> int:
+        """Return how many tenants there are, including the one of keys that name none."""
+        return len({tenant.name for tenant in self._tenants} | ({DEFAULT.name} if self._plain else set())) or 1
+
     def tenant(self, name: str) -> Tenant | None:
         """Return the tenant of that name; None if there is none."""
         return next(

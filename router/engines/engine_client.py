@@ -350,6 +350,7 @@ class EngineClient:
         """Open connections ahead of need, as many as were in use lately, and drop the pools of engines now gone."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
+            await asyncio.gather(*(pool.renew() for pool in self._pools.values()))
             wanted: list[Pool] = []
             for key, pool in list(self._pools.items()):
                 missing = pool.missing(FADES)

@@ -27,6 +27,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from router.engines.attempt_result import Cause
 
 MAX_BYTES = 2**14
@@ -66,7 +67,7 @@ def meaning_of_body(body: bytes) -> Cause | None:
     if not body or len(body) > MAX_BYTES:
         return None
     try:
-        answer: Any = orjson.loads(body)
+        answer: Any = loads(body)
     except orjson.JSONDecodeError:
         return None
     error = answer.get("error", answer) if isinstance(answer, dict) else None
@@ -126,7 +127,7 @@ def is_cut(answer: bytes) -> bool:
 def _object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`; empty if there is none."""
     try:
-        value = orjson.loads(data)
+        value = loads(data)
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}

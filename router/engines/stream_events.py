@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.common.sse import DONE_DATA, named_event, sse_event
+from engine.contract.bounded_json import loads
 from engine.contract.errors import MAX_MESSAGE_CHARS
 
 
@@ -132,7 +133,7 @@ def _event(start: int, event: bytes) -> StreamEvent:
 def parsed(event: StreamEvent) -> dict[str, Any] | None:
     """Return the JSON object in the event's data; None if there is none."""
     try:
-        value = orjson.loads(event.data)
+        value = loads(event.data)
     except orjson.JSONDecodeError:
         return None
     return value if isinstance(value, dict) else None

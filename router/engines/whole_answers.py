@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.requests import Endpoint
 from router.engines.attempt_result import ErrorEvent, GaveUp, NoAnswer, Observed, ended
@@ -43,7 +44,7 @@ def is_json_object(body: bytes) -> bool:
     if len(body) > PARSED_BYTES:
         return True
     try:
-        orjson.loads(body)
+        loads(body)
     except orjson.JSONDecodeError:
         return False
     return True
@@ -53,7 +54,7 @@ def _error(body: bytes) -> ErrorEvent | None:
     """Return the engine's error in an answer with status 200; None if there is none."""
     if len(body) > PARSED_BYTES:
         return None
-    fields: dict[str, Any] = orjson.loads(body)
+    fields: dict[str, Any] = loads(body)
     if not has_error(fields) or fields.get("type") == "message":
         return None
     error = error_of(fields)

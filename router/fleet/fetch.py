@@ -9,6 +9,7 @@ import aiohttp
 from yarl import URL
 
 from router.fleet.lack import Lacks, lack_of
+from router.fleet.probe import for_name
 
 Fetch = Callable[[str, str, float, int], Awaitable[bytes]]
 """Takes an engine's base URL, a URL, and bounds in seconds and bytes. Returns the body of a 200. Raises Unread."""
@@ -50,7 +51,7 @@ class HttpFetch:
                 asyncio.timeout(deadline_s),
                 self._session.get(
                     URL(url, encoded=True),
-                    headers={"Accept": "text/plain", "Accept-Encoding": "identity", **credentials},
+                    headers={"Accept": "text/plain", "Accept-Encoding": "identity", **for_name(engine), **credentials},
                     allow_redirects=False,
                 ) as response,
             ):

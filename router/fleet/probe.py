@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import aiohttp
 import orjson
 
 from engine.contract import headers
+from engine.contract.bounded_json import loads
 from engine.contract.errors import quoted
 from router.fleet.lack import Lacks, lack_of
 from router.views.types import PodId
@@ -59,6 +61,16 @@ class PodIdentity:
     pod_id: PodId
     epoch: int | None
     models: tuple[ServedModel, ...]
+
+
+def for_name(url: str) -> Mapping[str, str]:
+    """Return headers that end the connection if the engine has a name: the next one goes where the name leads then. A
+    kept connection would go on to a server that is no longer ours."""
+    try:
+        ipaddress.ip_address((urlsplit(url).hostname or "").partition("%")[0])
+    except ValueError:
+        return {"Connection": "close"}
+    return {}
 
 
 class ProbeFailed(Exception):
@@ -121,13 +133,13 @@ class HttpProbe:
 
     async def identify(self, url: str) -> PodIdentity:
         """Return the identity of the engine at base URL `url`, within the probe's deadline. Raises ProbeFailed."""
-        credentials = self._credentials(url)
+        credentials, own = self._credentials(url), for_name(url)
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._session.get(
                     f"{url}/v1/models",
-                    headers={"Accept": "application/json", headers.PODS: str(self._pods()), **credentials},
+                    headers={"Accept": "application/json", headers.PODS: str(self._pods()), **own, **credentials},
                     allow_redirects=False,
                 ) as response,
             ):
@@ -191,7 +203,9 @@ class HttpProbe:
         try:
             async with (
                 asyncio.timeout(min(SLEEP_TIMEOUT_S, self._timeout_s)),
-                self._session.get(f"{url}/is_sleeping", headers=dict(credentials), allow_redirects=False) as response,
+                self._session.get(
+                    f"{url}/is_sleeping", headers={**for_name(url), **credentials}, allow_redirects=False
+                ) as response,
             ):
                 status, body = response.status, await response.content.read(MAX_WORD_BYTES)
         except (TimeoutError, aiohttp.ClientError, OSError):
@@ -233,7 +247,7 @@ def served_models(body: bytes) -> tuple[tuple[ServedModel, ...], tuple[str, ...]
     Raises ProbeFailed on anything else, and if no model is left.
     """
     try:
-        answer: Any = orjson.loads(body)
+        answer: Any = loads(body)
         models: dict[str, ServedModel] = {}
         unfit: list[str] = []
         for entry in answer["data"]:

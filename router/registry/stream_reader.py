@@ -87,6 +87,8 @@ class StreamReader(ABC):
             await self._tick(clock())
             if not is_behind:
                 await asyncio.sleep(self._pause_s(clock()))
+        for stream in self._tails:
+            await self._wire.revive(stream)
         await self._lost()
 
     async def _lost(self) -> None:

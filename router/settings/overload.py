@@ -97,8 +97,8 @@ class DeadlineSettings(Settings):
     first_byte_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="an engine that has sent no token of a stream by then is given up, unless it is only full; more for "
-        "long prompts",
+        description="an engine that has sent no token of a stream by then is given up, unless it is only full; more "
+        "for long prompts",
     )
     idle_timeout_s: float = Field(
         60.0,

@@ -207,11 +207,11 @@ async def _cache_store(app: web.Application) -> AsyncIterator[None]:
     settings = app[SETTINGS]
     bounds = CacheBounds(settings.named_caches, app[CONSTANTS].named_cache_mib * MIB)
     if settings.redis_url is None or not settings.named_caches:
-        app[CACHE_STORE] = MemoryCaches(bounds)
+        app[CACHE_STORE] = MemoryCaches(bounds, tenants=app[CLIENT_KEYS].count_tenants)
         yield
         return
     async with connect_redis(settings.redis_url) as redis:
-        app[CACHE_STORE] = RedisCaches(redis, bounds)
+        app[CACHE_STORE] = RedisCaches(redis, bounds, tenants=app[CLIENT_KEYS].count_tenants)
         yield
 
 

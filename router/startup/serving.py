@@ -21,6 +21,7 @@ from router.edge.connection_limits import ClientConnections, LimitedRunner, want
 from router.edge.errors import end_unread, errors, http_log
 from router.edge.tls import Certificate, client_context
 from router.operators.audit import audited
+from router.operators.guard import guarded
 from router.operators.live_feed import Live
 from router.operators.pages import Pages
 from router.operators.snapshot import Snapshots
@@ -79,7 +80,9 @@ def build_admin_app(app: web.Application, connections: ClientConnections) -> web
     """Return the operators' application of the started `app`, for a port that no client reaches."""
     readiness, live = app[READINESS], make_live(app)
     pages = Pages(live)
-    admin_app = web.Application(middlewares=[audited, errors], client_max_size=app[SETTINGS].max_body_bytes)
+    host, _ = app[SETTINGS].admin_address or ("", 0)
+    guards = [audited, errors, guarded(host)]
+    admin_app = web.Application(middlewares=guards, client_max_size=app[SETTINGS].max_body_bytes)
     admin_app.on_response_prepare.append(end_unread)
     admin_app.cleanup_ctx.append(partial(_watched, app, "the watch over operators", connections))
     admin_app.cleanup_ctx.append(partial(_shown, app, live))

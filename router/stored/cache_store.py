@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -10,14 +11,24 @@ from typing import Any, Protocol
 
 import orjson
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from engine.common.redis_client import REDIS_ERRORS
+from engine.contract.bounded_json import loads
 from engine.contract.errors import BadRequest, Unavailable
 from engine.contract.redis_keys import named_cache_key, named_caches_key
 from router.edge.errors import RETRY_AFTER_S
 from router.reading.named_cache import CacheMeta
 
 MIB = 2**20
+IN_MEMORY_BYTES = 128 * MIB
+"""Contents of all tenants' caches in a gateway's memory, without Redis."""
+SHARE = 0.5
+"""Share of Redis's memory (`maxmemory`) for named caches. What engines publish and the accounts of limits need the
+rest."""
+ASSUMED_BYTES = 256.0 * MIB
+"""Redis's memory if it may not be asked for: what the chart gives it."""
+ASKED_AGAIN_S = 60.0
 _SLACK_MS = 1000
 """Contents outlive their metadata by this time, so that a reader of the metadata still finds the contents."""
 
@@ -29,6 +40,11 @@ class CacheBounds:
     count: int
     size: int
     """Bytes of contents."""
+
+
+def share_of(bounds: CacheBounds, total: float, tenants: int) -> CacheBounds:
+    """Return the bounds on each of `tenants` tenants if their caches together may have `total` bytes."""
+    return replace(bounds, size=min(bounds.size, int(total / max(1, tenants))))
 
 
 class CacheStore(Protocol):
@@ -58,10 +74,13 @@ class CacheStore(Protocol):
 class MemoryCaches:
     """Named caches in the memory of this process."""
 
-    def __init__(self, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds since 1970."""
+    def __init__(
+        self, bounds: CacheBounds, clock: Callable[[], float] = time.time, tenants: Callable[[], int] = lambda: 1
+    ) -> None:
+        """`clock`: seconds since 1970. `tenants`: how many there are."""
         self._bounds = bounds
         self._clock = clock
+        self._tenants = tenants
         self._kept: dict[str, dict[str, tuple[CacheMeta, bytes]]] = {}
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
@@ -69,7 +88,8 @@ class MemoryCaches:
         for other in list(self._kept):  # also drop expired caches of tenants that never come back
             if not self._alive(other):
                 del self._kept[other]
-        check_bounds([*await self.all_of(owner), meta], self._bounds)
+        bounds = share_of(self._bounds, IN_MEMORY_BYTES, self._tenants())
+        check_bounds([*await self.all_of(owner), meta], bounds)
         self._kept.setdefault(owner, {})[meta.id] = (meta, contents)
 
     async def get(self, owner: str, cache_id: str) -> tuple[CacheMeta, bytes] | None:
@@ -108,8 +128,18 @@ class RedisCaches:
     is down, requests use contents in memory until the cache expires according to the metadata that was last read.
     """
 
-    def __init__(self, redis: Redis, bounds: CacheBounds, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds since 1970."""
+    def __init__(
+        self,
+        redis: Redis,
+        bounds: CacheBounds,
+        clock: Callable[[], float] = time.time,
+        tenants: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`clock`: seconds since 1970. `tenants`: how many there are."""
+        self._tenants = tenants
+        self._redis_bytes = 0.0
+        """Bytes that Redis may hold before it evicts something."""
+        self._redis_asked_s = -math.inf
         self._redis = redis
         self._bounds = bounds
         self._clock = clock
@@ -118,12 +148,13 @@ class RedisCaches:
 
     async def add(self, owner: str, meta: CacheMeta, contents: bytes) -> None:
         """See CacheStore."""
-        check_bounds([*await self.all_of(owner), meta], self._bounds)
+        bounds = await self._bounds_of_each()
+        check_bounds([*await self.all_of(owner), meta], bounds)
         left_ms = self._left_ms(meta)
         try:
             await self._redis.set(named_cache_key(owner, meta.id), contents, px=left_ms)
             await self._say(owner, meta)
-            check_bounds(await self.all_of(owner), self._bounds)  # another gateway may have added one meanwhile
+            check_bounds(await self.all_of(owner), bounds)  # another gateway may have added one meanwhile
         except BadRequest:
             await self.remove(owner, meta.id)
             raise
@@ -196,6 +227,23 @@ class RedisCaches:
             longest_s = max(other.until_s for other in alive)
             await self._redis.pexpire(named_caches_key(owner), int(1000 * (longest_s - self._clock())) + _SLACK_MS)
 
+    async def _bounds_of_each(self) -> CacheBounds:
+        """Return the bounds on each tenant now: all tenants' caches together fit into SHARE of Redis's memory, so that
+        Redis evicts nobody's for another's. Raises Unavailable."""
+        now_s = self._clock()
+        if now_s - self._redis_asked_s > ASKED_AGAIN_S:
+            try:
+                facts: Any = await self._redis.info("memory")
+                self._redis_bytes = float(facts["maxmemory"]) or math.inf
+            except NoPermissionError:  # rules of an earlier release
+                self._redis_bytes = ASSUMED_BYTES
+            except REDIS_ERRORS as error:
+                raise _away(error) from None
+            self._redis_asked_s = now_s
+        if self._redis_bytes == math.inf:
+            return self._bounds
+        return share_of(self._bounds, SHARE * self._redis_bytes, self._tenants())
+
     def _left_ms(self, meta: CacheMeta) -> int:
         return max(1, int(1000 * (meta.until_s - self._clock()))) + _SLACK_MS
 
@@ -238,7 +286,7 @@ def in_order(metas: Collection[CacheMeta]) -> list[CacheMeta]:
 def _read(value: bytes) -> CacheMeta | None:
     """Return the metadata that a gateway has written; None if another version wrote it and it cannot be read."""
     try:
-        fields: Any = orjson.loads(value)
+        fields: Any = loads(value)
         return CacheMeta(**fields)
     except (orjson.JSONDecodeError, TypeError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import socket
 import ssl
 from collections import deque
@@ -28,8 +29,13 @@ closes is lost."""
 FRESH_S = 30.0
 """Time that an unused connection is kept: servers wait longer for a first request than for a second."""
 TIDY_EVERY_S = 0.25
+MAX_ADDRESSES = 1024
+"""Addresses of a name that are remembered, beyond those of FORGOTTEN_S."""
 RESOLVED_S = 10.0
 """Time that the addresses found for a name are kept."""
+FORGOTTEN_S = 30.0
+"""A connection is used no more if the name has not led to its address for so long. A name with many addresses may give
+out others each time."""
 HAPPY_EYEBALLS_S = 0.25
 """Delay before the next address is tried in parallel (RFC 8305, section 5)."""
 CLOSE_S = 10.0
@@ -61,6 +67,10 @@ class Pool:
         self._receive_bytes = receive_bytes
         self._found: Sequence[AddrInfoType] = ()
         self._found_at_s = -RESOLVED_S
+        self._led_to_s: dict[str, float] = {}
+        """Addresses, and when the name last led there."""
+        self._peers: dict[Connection, str] = {}
+        """Where each open connection leads, if the server has a name."""
         self._idle: deque[Connection] = deque()
         self._fresh: deque[Connection] = deque()
         """Connections opened ahead of need and never used."""
@@ -150,12 +160,34 @@ class Pool:
             name = address.host if address.tls else None
             await loop.create_connection(lambda: connection, sock=made, ssl=address.tls, server_hostname=name)
             is_made = True
+            if not _literal(address):
+                self._peers[connection] = str(made.getpeername()[0])
         finally:
             if not is_made:  # uvloop closes the socket of a cancelled call without telling its protocol
                 connection.abort()
                 made.close()
                 self.gone(connection)
         return connection
+
+    async def renew(self) -> None:
+        """Resolve the name again if it is time, and close the connections to addresses that it has left, each at the
+        end of its request. A name that cannot be resolved keeps its addresses."""
+        if not self._open or _literal(self._address) or self.clock() - self._found_at_s < RESOLVED_S:
+            return
+        try:
+            await self._addresses()
+        except OSError:
+            self._found_at_s = self.clock()
+            return
+        for queue in (self._idle, self._fresh):
+            for connection in [connection for connection in queue if self._is_left(connection)]:
+                queue.remove(connection)
+                connection.abort()
+
+    def _is_left(self, connection: Connection) -> bool:
+        """Return whether the name has led elsewhere for FORGOTTEN_S."""
+        peer = self._peers.get(connection)
+        return peer is not None and self._found_at_s - self._led_to_s.get(peer, -math.inf) > FORGOTTEN_S
 
     async def _addresses(self) -> Sequence[AddrInfoType]:
         now_s = self.clock()
@@ -164,6 +196,9 @@ class Pool:
                 self._address.host, self._address.port, type=socket.SOCK_STREAM
             )
             self._found_at_s = now_s
+            self._led_to_s |= {str(info[4][0]): now_s for info in self._found}
+            if len(self._led_to_s) > MAX_ADDRESSES:
+                self._led_to_s = {ip: at_s for ip, at_s in self._led_to_s.items() if now_s - at_s <= FORGOTTEN_S}
         return self._found
 
     def _socket(self, info: AddrInfoType) -> socket.socket:
@@ -179,6 +214,9 @@ class Pool:
 
     def release(self, connection: Connection) -> None:
         """See Owner."""
+        if self._peers and self._is_left(connection):
+            connection.abort()
+            return
         self._idle.append(connection)
         if connection.idle_since_s - self._tidied_s > TIDY_EVERY_S:
             self._tidy(connection.idle_since_s)
@@ -196,6 +234,7 @@ class Pool:
     def gone(self, connection: Connection) -> None:
         """See Owner."""
         self._open.discard(connection)
+        self._peers.pop(connection, None)
         if not self._open:
             self._none_open.set()
 

@@ -104,6 +104,9 @@ class ScriptedWire:
         await self._check()
         self._server.strings[key] = data
 
+    async def revive(self, stream: str) -> None:
+        """See Wire."""
+
     async def reset(self) -> None:
         pass
 

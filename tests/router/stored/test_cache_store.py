@@ -151,3 +151,45 @@ async def test_what_was_read_is_used_while_redis_is_away_and_nothing_else(
                 await store.get("t", known.id)
     finally:
         server.stop()
+
+
+@pytest.mark.realtime
+async def test_many_tenants_that_fill_their_caches_evict_nobodys(
+    redis_server: RedisServer, no_blocking_calls: BlockBuster
+) -> None:
+    """Redis evicts what was used least recently, whoever has it, when it is full."""
+    no_blocking_calls.deactivate()
+    clock, tenants, mib = Clock(), 6, 2**20
+    async with connect(redis_server.url) as redis:
+        await redis.flushall()
+        await redis.config_set("maxmemory", f"{64 * mib}")
+        await redis.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            store = RedisCaches(redis, CacheBounds(100, 64 * mib), clock, lambda: tenants)
+            kept = meta_of(clock, 3600, bytes(mib))
+            await store.add("polite", kept, bytes(mib))
+            for tenant in range(1, tenants):
+                for _ in range(5):
+                    await store.add(f"t{tenant}", meta_of(clock, 3600, bytes(mib)), bytes(mib))
+                with pytest.raises(BadRequest, match=r"a tenant may have 5\.3"):
+                    await store.add(f"t{tenant}", meta_of(clock, 3600, bytes(mib)), bytes(mib))
+            fresh = RedisCaches(redis, CacheBounds(100, 64 * mib), clock, lambda: tenants)
+            assert await fresh.get("polite", kept.id) == (kept, bytes(mib))
+            info = await redis.info("stats")
+            assert info["evicted_keys"] == 0
+            await redis.config_set("maxmemory", "0")
+            alone = RedisCaches(redis, CacheBounds(100, 7 * mib), clock, lambda: tenants)
+            await alone.add("t1", meta_of(clock, 3600, bytes(mib)), bytes(mib))  # Redis evicts nothing, so more fits
+        finally:
+            await redis.config_set("maxmemory", "0")
+            await redis.config_set("maxmemory-policy", "noeviction")
+
+
+async def test_many_tenants_fit_into_the_gateways_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.stored.cache_store.IN_MEMORY_BYTES", 100)
+    clock = Clock()
+    store = MemoryCaches(CacheBounds(9, 60), clock, lambda: 4)
+    for tenant in ("a", "b", "c", "d"):
+        await store.add(tenant, meta_of(clock, 10, bytes(25)), bytes(25))
+        with pytest.raises(BadRequest, match="a tenant may have"):
+            await store.add(tenant, meta_of(clock, 10, bytes(1)), bytes(1))
