@@ -5,7 +5,7 @@
 The gateway, the abuse and this process, with the engine and the polite client, are three processes. The polite client
 sends ten chats of 2 KB a second on a kept connection, and asks `/health` on a new connection after each. For each abuse
 a gateway is started anew. The line shows the polite client's latency in ms alone and beside the abuse, the health
-checks that failed, and the gateway's largest resident set so far.
+checks that failed, the share of a core that the gateway used beside the abuse, and its largest resident set so far.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     try:
         yield started
     finally:
-        started.kill()
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
         await started.wait()
 
 
@@ -238,6 +239,12 @@ async def stand_still(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
             pass
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def resident_mib(pid: int) -> int:
     """Return the largest resident set of a process so far, in MiB."""
     (line,) = (one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("VmHWM:"))
@@ -255,14 +262,16 @@ async def measure(name: str, seconds: float) -> None:
         async with process("-m", "tests.bench.gateway.bench_abuse", "--abuse", name, "--port", str(port)) as abusing:
             assert abusing.stdout is not None
             await abusing.stdout.readline()
+            began_s, spent_s = time.monotonic(), cpu_s(pid)
             beside = await polite(port, seconds)
+            busy = (cpu_s(pid) - spent_s) / (time.monotonic() - began_s)
             abusing.kill()
             *_, last = (b"{}", *(await abusing.stdout.read()).split())
         print(
             f"{name:9} alone p50 {alone.at(0.5):6.1f} p99 {alone.at(0.99):6.1f}   beside p50 {beside.at(0.5):7.1f} "
             f"p99 {beside.at(0.99):7.1f}   ratio {beside.at(0.99) / alone.at(0.99):6.1f}   failed {beside.failed} of "
-            f"{len(beside.latency_s)}   unhealthy {beside.unhealthy}   peak {resident_mib(pid)} MiB   "
-            f"abuse answered {last.decode()}   load {os.getloadavg()[0]:.1f}",
+            f"{len(beside.latency_s)}   unhealthy {beside.unhealthy}   gateway's core {busy:.0%}   "
+            f"peak {resident_mib(pid)} MiB   abuse answered {last.decode()}   load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
     still.close()
