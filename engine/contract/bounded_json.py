@@ -23,6 +23,8 @@ MAX_VALUES = 2**20
 100 bytes besides its characters."""
 FREE_BYTES = 2 * MAX_NODES
 """A shorter text is within the bounds: a list takes 2 bytes, a field 4, an entry of a list 2."""
+EARLY_BYTES = 2**20
+"""Up to here, a text that comes in pieces is counted only by `loads`, once it is whole."""
 SLICE_BYTES = 2**17
 """Numpy's temporary arrays of a slice fit into a core's cache."""
 _QUOTE, _COMMA, _COLON, _BACKSLASH = b'",:\\'
@@ -79,7 +81,7 @@ class ValueCount:
         self._bytes += len(piece)
         self._waiting_bytes += len(piece)
         self._waiting.append(piece)
-        if self._bytes > FREE_BYTES and self._waiting_bytes >= SLICE_BYTES:
+        if self._bytes > EARLY_BYTES and self._waiting_bytes >= SLICE_BYTES:
             pieces, self._waiting, self._waiting_bytes = self._waiting, [], 0
             self.look(*pieces)
 

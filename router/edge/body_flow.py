@@ -83,12 +83,19 @@ class BodyFlow:
         """Take bytes that were received. Return False if there are too many of a body that is dropped."""
         if self._to_drop is not None:
             return self.drop(self._to_drop, data)
-        if self._has_request:
+        if self._missing is not None and self._has_request and not self._kept and self._takes(len(data)):
+            self._missing -= len(data)
+            self._parser.parse(data)  # most of a large body: without a copy
+        elif self._has_request:
             self._kept += data
             self._go_on()
         else:
             self._head(data)
         return True
+
+    def _takes(self, size: int) -> bool:
+        """Whether the parser takes the next `size` bytes as they are: they belong to a body that is not chunked."""
+        return self._is_wanted and not self._parser.is_full and size <= (self._missing or 0)
 
     def _head(self, data: bytes) -> None:
         """Parse a head, and only a little of what follows it."""

@@ -85,7 +85,7 @@ def test_the_new_fields_are_there_once_and_all_others_as_they_came(
     _, body = made
     present = orjson.loads(body)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fields, "FREE_BYTES", 0 if is_large else len(body))
+        patch.setattr(fields, "SMALL_BYTES", 0 if is_large else len(body))
         result = with_fields(body, present, new)
     as_written = {name: str(value) if isinstance(value, int) else value for name, value in new.items()}
     assert pairs(result) == [*as_written.items(), *(pair for pair in pairs(body) if pair[0] not in new)]
