@@ -8,6 +8,8 @@ from typing import TypeVar
 from aiohttp import web
 
 from router.edge.body import no_go_ahead
+from router.edge.client_keys import tenant_of
+from router.edge.connection_limits import leaving_fifo
 from router.endpoints.generate import Generate
 from router.endpoints.stored_responses import Stored
 from router.operators.model_list import ModelList
@@ -15,6 +17,7 @@ from router.operators.readiness import Readiness
 from router.reading.client_paths import CACHE, LISTED, MODEL, MODELS, Kind
 from router.startup.parts import (
     GENERATE,
+    LIMITER,
     MODEL_LIST,
     NAMED_CACHES,
     READINESS,
@@ -51,11 +54,23 @@ def _to(key: web.AppKey[T], method: Callable[[T, web.Request], Awaitable[web.Str
     return handle
 
 
+def _charged(handler: Handler) -> Handler:
+    """Return a handler whose requests count in the tenant's limits, though no engine computes anything for them: each
+    may cost the gateway as much as a chat."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        async with request.app[LIMITER].take(tenant_of(request), on_wait=leaving_fifo(request)) as taking:
+            taking.used = 0
+            return await handler(request)
+
+    return handle
+
+
 _OWN: Mapping[tuple[str, str], Handler] = {
-    ("POST", "/v1/caches"): _to(NAMED_CACHES, NamedCaches.create),
+    ("POST", "/v1/caches"): _charged(_to(NAMED_CACHES, NamedCaches.create)),
     ("GET", "/v1/caches"): _to(NAMED_CACHES, NamedCaches.list),
     ("GET", CACHE): _to(NAMED_CACHES, NamedCaches.get),
-    ("PATCH", CACHE): _to(NAMED_CACHES, NamedCaches.renew),
+    ("PATCH", CACHE): _charged(_to(NAMED_CACHES, NamedCaches.renew)),
     ("DELETE", CACHE): _to(NAMED_CACHES, NamedCaches.remove),
     ("GET", MODELS): _to(MODEL_LIST, ModelList.models),
     ("GET", MODEL): _to(MODEL_LIST, ModelList.model),

@@ -23,6 +23,7 @@ from tests.router.rig.raw_client import RawClient, connected, head
 
 MIB = 2**20
 GOOD = answers(200, b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":2,"completion_tokens":1}}')
+PATHS = (b"/v1/completions", b"/v1/messages", b"/v1/embeddings", b"/v1/audio/transcriptions", b"/v1/caches")
 LINES = {name: b"Authorization: Bearer " + name.encode() for name in ("limited", "free", "stranger")}
 
 
@@ -85,16 +86,18 @@ async def test_a_refused_body_is_not_read(tenants: str, who: str, status: int, m
 
     async with at_its_limit(tenants) as (gateway, engine):
         monkeypatch.setattr("router.reading.inbound.parse_body", parse)
+        monkeypatch.setattr("router.stored.named_caches.parse_body", parse)
         for body in (b"", b"{", b'{"model":"m"}', b"x" * 200_000, b'{"x":[' + b"[]," * MIB + b"1]}"):
             for framing, sent in (
                 (b"Content-Length: %d" % len(body), body),
                 (b"Transfer-Encoding: chunked", chunked(body, [1, 3])),
                 (b"Transfer-Encoding: chunked", chunked(body, [50_000])),
             ):
-                async with connected(gateway) as client:
-                    client.send(head(framing, LINES[who]) + sent[: len(sent) // 2])
-                    assert (await client.answer()).status == status
-                    client.send(sent[len(sent) // 2 :])
+                for path in PATHS:
+                    async with connected(gateway) as client:
+                        client.send(head(framing, LINES[who], path=path) + sent[: len(sent) // 2])
+                        assert (await client.answer()).status == status
+                        client.send(sent[len(sent) // 2 :])
                 await eventually(lambda: gateway.in_flight == 0)
         assert not engine.received
 

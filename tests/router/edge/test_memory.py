@@ -145,3 +145,71 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
     print(f"{bodies:.0f} MiB of bodies; largest resident sets so far, MiB: {sizes}")
     assert bodies > 100
     assert sizes[-1] < idle + BUDGETS_MIB + READERS * READER_MIB, sizes
+
+
+LARGE = 8
+PROMPT_BYTES = 15 * MIB + 900_000
+BODY_FACTOR = 4
+"""MiB of memory per MiB of bodies in flight, as values.yaml and --max-in-flight-body-mib say. 3.4 were seen."""
+KINDS = {
+    "text": orjson.dumps({"model": "m", "prompt": "x" * PROMPT_BYTES}),
+    "text of which one character is not Latin": orjson.dumps(
+        {"model": "alias", "prompt": "\U0001f600" + "x" * PROMPT_BYTES}
+    ),
+    "as many values as are read": b'{"model":"alias","x":[%b,%b],"prompt":"%b"}'
+    % (b",".join([b"[]"] * 130_000), b",".join([b'"\xc3\xbcx"'] * 900_000), b"x" * 8 * MIB),
+    "empty lists": b'{"model":"alias","prompt":"x","x":[' + b"[]," * (5 * MIB) + b"1]}",
+}
+
+
+async def _taken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve an engine's side of one connection: it takes a request and never answers."""
+    models = orjson.dumps({"data": [{"id": "m"}]})
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(models) + models)
+        while await reader.read(MIB):
+            pass
+    writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_bodies_take_no_more_memory_than_the_chart_says(kind: str) -> None:
+    """All of the bodies that may be in flight are there at once."""
+    body = KINDS[kind]
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    engine = await asyncio.start_server(_taken, "127.0.0.1", 0)
+    patient = ("--idle-timeout-s", "900", "--first-byte-timeout-s", "900", "--model-alias", "alias=m")
+    writers: list[asyncio.StreamWriter] = []
+    async with (
+        engine,
+        _gateway(engine.sockets[0].getsockname()[1], *patient) as (pid, port, metrics_port),
+        asyncio.timeout(DEADLINE_S),
+    ):
+
+        async def is_ready() -> bool:
+            return await _metric(metrics_port, "warmroute_gateway_pods_admitted") == 1
+
+        await _until(is_ready)
+        idle = _mib(pid, "VmHWM")
+
+        async def send() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(request)
+            await writer.drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(20):
+                    return (await reader.readuntil(b"\r\n"))[9:12]
+            return b""
+
+        statuses = await asyncio.gather(*(send() for _ in range(LARGE)))
+        peak = _mib(pid, "VmHWM")
+        for writer in writers:
+            writer.transport.abort()
+    await asyncio.sleep(0.2)  # until the engine sees the end of its connections
+    print(f"{LARGE} bodies of {len(body) / MIB:.0f} MiB: {idle:.0f} MiB idle, {peak:.0f} at most; answers {statuses}")
+    assert statuses == [b"400" if kind == "empty lists" else b""] * LARGE
+    assert peak - idle < (64 if kind == "empty lists" else BODY_FACTOR * LARGE * len(body) / MIB + 64)

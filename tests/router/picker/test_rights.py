@@ -71,6 +71,14 @@ async def test_limits_count_a_request_that_goes_by_load(tmp_path: Path, path: st
         assert await refusal(gateway, "/v1/models", method="GET") == 200
 
 
+async def test_at_the_limit_the_head_is_refused_and_no_body_is_waited_for(tmp_path: Path) -> None:
+    async with running(ScriptedEngine("a", answers(200)), **with_tenant(tmp_path, "requests_per_minute: 1")) as gateway:
+        assert await refusal(gateway, "/v1/completions", ASKED) is None
+        async with Talk(gateway) as talk:
+            (answer,) = await talk.tell(request_headers("/v1/completions", is_end=False, **AUTHORIZED))
+            assert answer.immediate_response.status.code == 429
+
+
 @pytest.mark.parametrize(("status", "left"), [(200, 70), (500, 100)])
 async def test_tokens_of_a_request_that_goes_by_load_are_those_of_its_answer(
     tmp_path: Path, status: int, left: int
