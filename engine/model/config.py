@@ -112,7 +112,7 @@ def parse_config(fields: Fields, more_eos: frozenset[int] = frozenset()) -> Mode
     architecture = _architecture(fields)
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", f"is not supported; weights must be {', '.join(DTYPES)}")
-    fields.choice("hidden_act", ("silu",))
+    fields.choice("hidden_act", ("silu", "swish"))  # two names of one function
     heads, hidden_size = fields.positive_int("num_attention_heads"), fields.positive_int("hidden_size")
     kv_heads = _kv_heads(fields, architecture, heads)
     if heads % kv_heads:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,3 +157,11 @@ def test_greedy_decoding_as_a_default_is_named_unless_the_temperature_says_it(tm
 def test_impossible_sampling_is_refused_by_file_and_key(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ModelError, match=rf"generation_config\.json: {name} "):
         Generation.from_path(written(tmp_path, LLAMA, {name: value}))
+
+
+def test_silu_has_two_names(tmp_path: Path) -> None:
+    folders = [written(tmp_path / name, {**LLAMA, "hidden_act": name}) for name in ("silu", "swish")]
+    assert ModelConfig.from_path(folders[0]) == ModelConfig.from_path(folders[1])
+    values = torch.linspace(-5, 5, 101)
+    functions = transformers.activations.ACT2FN
+    assert torch.equal(functions["silu"](values), functions["swish"](values))

@@ -47,7 +47,7 @@ def parse(**changes: Any) -> ModelConfig:
             "architectures (['MixtralForCausalLM']) is not supported; supported",
         ),
         ({"architectures": None}, "architectures (None) is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act ('gelu') is not supported; supported: silu"),
+        ({"hidden_act": "gelu"}, "hidden_act ('gelu') is not supported; supported: silu, swish"),
         ({"quantization_config": {"bits": 4}}, "quantization_config ({'bits': 4}) is not supported; weights must be"),
         ({"hidden_size": None}, "hidden_size (None) must be an integer"),
         ({"hidden_size": True}, "hidden_size (True) must be an integer"),

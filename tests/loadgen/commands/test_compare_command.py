@@ -108,9 +108,9 @@ def test_ctrl_c_keeps_whole_rounds(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "interrupted; 1 whole round is reported" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("block", [1, 2])
+@pytest.mark.parametrize(("block", "workers"), [(1, 1), (2, 1), (1, 2)])
 def test_ctrl_c_in_the_first_round_keeps_what_was_measured(
-    tmp_path: Path, block: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, block: int, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal comes when a few requests of the round's first or second block have ended."""
     names = ["round_robin", "predicted_ttft"][:block]
@@ -123,7 +123,7 @@ def test_ctrl_c_in_the_first_round_keeps_what_was_measured(
 
     with in_thread(ArmGateway()) as gateway:
         threading.Thread(target=interrupt_when_it_answers, args=(gateway,), daemon=True).start()
-        more = ["--sessions=40", "--session-rate=20", "--rounds=2", f"--out={tmp_path}"]
+        more = ["--sessions=40", "--session-rate=20", "--rounds=2", f"--workers={workers}", f"--out={tmp_path}"]
         assert run([f"--url={gateway.url}", *flags, *more]) == 130
     result = read_result(tmp_path / "result.json")
     assert result.partial
