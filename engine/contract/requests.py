@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import TooManyValues, loads
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat, canonical_tokens, media_parts
 from engine.contract.messages import chat_messages, chat_tools
@@ -58,12 +59,15 @@ class RequestHead:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises BadRequest if it is not an object."""
+    """Return the JSON object in `body`. Raises BadRequest if it is not an object, or has too many
+    values."""
     collects = len(body) >= LARGE_BODY_BYTES and gc.isenabled()
     if collects:
         gc.disable()
     try:
-        parsed = orjson.loads(body)
+        parsed = loads(body)
+    except TooManyValues as error:
+        raise too_many_values(error) from None
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
     finally:
@@ -72,6 +76,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequest("the request body must be a JSON object")
     return parsed
+
+
+def too_many_values(error: TooManyValues) -> BadRequest:
+    """Return the error of a request whose body has too many values."""
+    return BadRequest(f"the request body is not read: {error}", code="too_many_values")
 
 
 def request_head(endpoint: Endpoint, fields: dict[str, Any]) -> RequestHead:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import orjson
 
+from engine.contract.bounded_json import loads
+
 REPEATED_S = 10.0
 """Time for which a reset is repeated if the engine refuses it because blocks are in use. When requests end, their
 blocks are free a step later."""
@@ -20,7 +22,7 @@ _MAX_WORDS = 200
 def refusal(body: bytes) -> str | None:
     """Return why the cache was not emptied, from the body of an answer with a status below 300; None if it was."""
     try:
-        answer = orjson.loads(body)
+        answer = loads(body)
     except orjson.JSONDecodeError:
         return None  # no body, or plain text such as SGLang's: then only the status counts
     if not isinstance(answer, dict) or answer.get("success") is not False:

@@ -24,6 +24,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import ApiError, BadRequest
 
 Json = dict[str, Any]
@@ -83,7 +84,7 @@ def response_error(error: ApiError, number: int = 0) -> bytes:
 
     `number`: the event's sequence number.
     """
-    told = orjson.loads(error.body())
+    told = loads(error.body())
     said = {"code": error.code or error.type, "message": error.message, "param": error.param}
     return orjson.dumps({"type": "error", **said, "sequence_number": number, **told})
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from engine.common.log_writer import STDERR
 from engine.contract.load import LoadReport
 
 _LATENCY_BUCKETS_S = (
@@ -214,6 +215,9 @@ class EngineMetrics:
         self.cache = CacheMetrics(series)
         self.steps = StepMetrics(series)
         self._publishing = RegistryMetrics(series)
+        self._log_lines_dropped = series.total(
+            "warmroute_log_lines_dropped", "Lines of the log that were not written, because nobody reads the log."
+        )
 
     def observe_step(self, *, elapsed_s: float, prefill_tokens: int, sampled_tokens: int) -> None:
         """Count one step."""
@@ -262,6 +266,7 @@ class EngineMetrics:
         self.requests.preemptions.advance(preemptions)
         self.cache.evictions.advance(evicted_blocks)
         self.cache.evicted_too_soon.advance(evicted_too_soon)
+        self._log_lines_dropped.advance(STDERR.dropped)
 
     def update_pins(self, blocks: int, given_up: int, learnt_blocks: int, learnt_given_up: int) -> None:
         """Set the pins' values read at a scrape. `given_up` and `learnt_given_up`: since the engine's start."""

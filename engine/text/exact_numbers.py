@@ -11,13 +11,17 @@ import math
 import re
 from typing import Any
 
+from engine.contract.bounded_json import FREE_BYTES, check
+
 _LONG = re.compile(rb"\d{19}")
 """A number of 19 digits may be beyond 64 bits; one of fewer never is."""
 
 
 def exact_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, with exact integers. Raises ValueError, also for a float beyond the range of
-    float64, and RecursionError."""
+    float64 and for too many values, and RecursionError."""
+    if len(text) > FREE_BYTES // 4:  # characters of at most 4 bytes
+        check(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 

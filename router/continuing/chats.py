@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from engine.common.sse import DONE, SseDecoder, sse_event
+from engine.contract.bounded_json import loads
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.continuations import (
     COUNTS_OUTPUT,
@@ -171,7 +172,7 @@ class ChatRewriter:
 
     def _event(self, data: bytes) -> bytes:
         try:
-            event = orjson.loads(data)
+            event = loads(data)
         except orjson.JSONDecodeError:
             return sse_event(data)
         if not isinstance(event, dict) or "choices" not in event:

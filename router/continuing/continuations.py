@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
-import orjson
-
 from engine.common.sse import DONE, DONE_DATA, SseDecoder
+from engine.contract.bounded_json import loads
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.transcript import Transcript
 
@@ -59,7 +58,7 @@ class EventRewriter(ABC):
         if data == DONE_DATA:
             return self._done()
         try:
-            return self._event(orjson.loads(data), data)
+            return self._event(loads(data), data)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError("the rest of the stream has an event that does not fit the API") from None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.requests import Endpoint
 from router.continuing.chats import ChatApi
 from router.continuing.continuations import COUNTS_OUTPUT, Api, Continuation, Rewriter
@@ -41,7 +42,7 @@ _COMPLETE = b'"answer_complete"'
 def fields_of(body: bytes) -> dict[str, Any]:
     """Return the fields of a request; none if they could not be written again, since orjson reads deeper nesting than
     it writes."""
-    fields: dict[str, Any] = orjson.loads(body)
+    fields: dict[str, Any] = loads(body)
     try:
         orjson.dumps(fields)
     except orjson.JSONEncodeError:

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from engine.common.sse import DONE_DATA, SseDecoder
+from engine.contract.bounded_json import loads
 from engine.contract.requests import Endpoint
 
 FOLD_BYTES = 2**14
@@ -83,7 +84,7 @@ class Transcript:
             return
         self._has_begun = True
         try:
-            self._event(orjson.loads(data))
+            self._event(loads(data))
         except (AttributeError, KeyError, TypeError, ValueError):
             self.obstacle = "an event that is not one of the API"
 

@@ -8,10 +8,11 @@ that asyncio calls.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import ssl
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -21,6 +22,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.contract.errors import ApiError, BadRequest, Unavailable
+from router.edge.body_flow import BodyFlow
 from router.edge.client_keys import OPEN_PATHS
 from router.edge.errors import RETRY_AFTER_S, RequestTimeout, error_response, fault_of
 from router.edge.fifo import Fifo
@@ -70,6 +72,9 @@ class Counted(Protocol):
     why_extra: str
     """Why only OPEN_PATHS are served here; empty if every path is."""
 
+    def end(self) -> None:
+        """Cut the connection."""
+
     def cut_if_late(self, now_s: float) -> str | None:
         """Cut the connection if it is late. Return why; None if it was not cut."""
 
@@ -80,6 +85,8 @@ class ClientConnections:
     def __init__(self, limits: ConnectionLimits, lacks: Lacks) -> None:
         self.limits = limits
         self.open: set[Counted] = set()
+        self._idle: OrderedDict[Counted, None] = OrderedDict()
+        """The connections without a request, the one that has been so for the longest time first."""
         self.fifo = Fifo()
         self.refused: Counter[str] = Counter()
         """Connections that were cut or refused, by reason."""
@@ -88,19 +95,39 @@ class ClientConnections:
     def admit(self, connection: Counted, descriptor: int) -> bool:
         """Count a new connection. Return False if there are too many and the caller must close it.
 
+        At the bound, the connection that has been without a request for the longest time makes room, so clients that
+        send nothing, or a head that does not end, keep nobody out. While all have requests, EXTRA more are let in.
+
         A new descriptor is the lowest free number, so a high number shows that all below it are taken. A shortage must
         be noticed early: at the last descriptor, the event loop would silently close new connections.
         """
         if descriptor >= self.limits.descriptors - SPARE_DESCRIPTORS:
             self._lacks.note("EMFILE")
         limit = self.limits.max_connections
+        if len(self.open) >= limit and self._idle:
+            self.refused["idle"] += 1
+            idlest = next(iter(self._idle))
+            self.left(idlest)
+            idlest.end()
         count = len(self.open)
         if count >= limit + EXTRA:
             self.refused["connections"] += 1
             return False
         connection.why_extra = "short" if self._lacks.is_short else "connections" if count >= limit else ""
         self.open.add(connection)
+        self._idle[connection] = None
         return True
+
+    def left(self, connection: Counted) -> None:
+        """Count a connection no more."""
+        self.open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def is_idle(self, connection: Counted, is_idle: bool) -> None:
+        """Note that a request begins on a connection, or has ended."""
+        self._idle.pop(connection, None)
+        if is_idle and connection in self.open:
+            self._idle[connection] = None
 
     def head_s(self, connection: Counted) -> float:
         """Return the seconds that the connection's next step, the handshake or a request's head, may take."""
@@ -122,7 +149,15 @@ class Connection(web.RequestHandler):
     """One connection of a client."""
 
     __slots__ = (
-        *("_body", "_closing_since_s", "_clients", "_head_since_s", "_held", "_is_busy", "_socket", "_to_drop"),
+        "_body",
+        "_clients",
+        "_closing_since_s",
+        "_dropped",
+        "_flow",
+        "_head_since_s",
+        "_held",
+        "_is_busy",
+        "_socket",
         "why_extra",
     )
 
@@ -133,9 +168,10 @@ class Connection(web.RequestHandler):
         self._head_since_s: float | None = None
         self._closing_since_s: float | None = None
         self._is_busy = False
-        self._to_drop: int | None = None
-        """Bytes of a refused body that may still be read; None if no body was refused."""
+        self._flow = BodyFlow(self, self._refuse_tiny)
         self._body: StreamReader | None = None
+        self._dropped: asyncio.Event | None = None
+        """Set when all of a body is dropped that aiohttp no longer waits for."""
         self._held: list[bytes] = []
         """Data that came while the connection waits for a place in the fifo."""
         self.why_extra = ""
@@ -152,7 +188,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
-        self._clients.open.discard(self)
+        self._clients.left(self)
         self._held = []
         self.leave_fifo()
         super().connection_lost(exc)
@@ -161,15 +197,14 @@ class Connection(web.RequestHandler):
         """See asyncio.Protocol. aiohttp calls this without data, to go on with the data that it has."""
         if self._socket is None:
             return
-        if self._to_drop is not None and data:
-            self._to_drop -= len(data)
-            if self._to_drop < 0:
-                self._clients.refused["body"] += 1
-                self._cut()
-            else:
-                super().data_received(data)
-        elif not data:
+        if not data:
             super().data_received(data)
+        elif self._flow.is_dropping or (self._flow.is_unwanted and not self._held):
+            if not self._flow.came(data):
+                self._clients.refused["body"] += 1
+                self.end()
+            elif self._flow.is_over and self._dropped is not None:
+                self._dropped.set()
         elif self._held or not self._clients.fifo.enter(self, len(data)):
             if self._held:  # not earlier: a paused connection does not report its end
                 self._socket.pause_reading()
@@ -191,32 +226,70 @@ class Connection(web.RequestHandler):
         this process has no work to do."""
         if self._is_busy:
             missing = self._body is not None and not self._body.is_eof()
-            super().data_received(data)
+            self._flow.came(data)
             keeps = missing and self._body is not None and self._body.is_eof()
         else:
             if self._head_since_s is None and data not in _NO_HEAD:
                 self._head_since_s = self._loop.time()
-            super().data_received(data)
+            self._flow.came(data)
             keeps = bool(self._messages)
         if not keeps:
             self.leave_fifo()
+
+    # -- see body_flow.Parser --
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the parser takes no more until its content is read."""
+        return self._reading_paused
+
+    def parse(self, data: bytes) -> bool:
+        """Parse data. Return whether a request is there whose answer is not sent."""
+        super().data_received(data)
+        return self._is_busy or bool(self._messages)
+
+    def receive(self, go_on: bool) -> None:
+        """Receive more from the socket, or stop."""
+        if self._socket is None or self._socket.is_closing():
+            return
+        if go_on:
+            self._socket.resume_reading()
+        else:
+            self._socket.pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """See aiohttp's BaseProtocol: the content was read, so the parser takes more."""
+        super().resume_reading(resume_parser)
+        self._flow.resumed()
+
+    def want_body(self) -> None:
+        """Read the body of the request. Until then, no more of it is read than came with its head."""
+        self._flow.want()
 
     def leave_fifo(self) -> None:
         """Give back the place in the fifo, so that the next request is read."""
         self._clients.fifo.leave(self)
 
-    def request_began(self, body: StreamReader) -> None:
-        """Note that the head of a request is complete."""
+    def request_began(self, body: StreamReader, length: int | None, is_chunked: bool) -> None:
+        """Note the request that is handled from now on. `length`: of its body, if it is not chunked."""
+        self._flow.began(body, length, is_chunked)
         self._head_since_s = None
         self._is_busy = True
         self._body = body
+        self._clients.is_idle(self, False)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Finish the response as aiohttp does, within a deadline. The proxy's answers have a deadline of their own."""
-        if not request.content.is_eof():
-            self._to_drop = self._clients.limits.dropped_bytes
+        self._flow.read_little()
+        is_broken = self._dropped is not None
+        if is_broken or not request.content.is_eof():
+            if resp is not None:
+                resp.force_close()  # what comes after the body would be dropped too
+            if not self._flow.drop(self._clients.limits.dropped_bytes):
+                self._clients.refused["body"] += 1
+                self.end()
         try:
             if resp is not None and resp.prepared:
                 return await super().finish_response(request, resp, start_time)
@@ -224,12 +297,33 @@ class Connection(web.RequestHandler):
                 return await super().finish_response(request, resp, start_time)
         except TimeoutError:
             self._clients.refused["write"] += 1
-            self._cut()
+            self.end()
             return resp, True
         finally:
+            if is_broken:
+                await self._drop_rest()
             self._is_busy = False
             self._body = None
+            self._clients.is_idle(self, True)
             self.leave_fifo()
+            if rest := self._flow.ended(bool(self._messages)):
+                self.data_received(rest)
+
+    def _refuse_tiny(self) -> None:
+        """Let the handler that reads the body refuse it."""
+        assert self._body is not None
+        self._dropped = asyncio.Event()
+        error = web.RequestPayloadError("its chunks are too small: send chunks of 1 KB or more, or a Content-Length")
+        self._body.set_exception(error)
+
+    async def _drop_rest(self) -> None:
+        """Let the client send the rest of a body that the handler refused half read, so that it sees the answer."""
+        assert self._dropped is not None
+        self.leave_fifo()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                if not self._flow.is_over:
+                    await self._dropped.wait()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -258,7 +352,7 @@ class Connection(web.RequestHandler):
             if self._closing_since_s is None:
                 self._closing_since_s = now_s
             elif now_s - self._closing_since_s > CLOSING_S:
-                self._cut()
+                self.end()
                 return "closing"
             return None
         if self._head_since_s is not None and now_s - self._head_since_s > self._clients.head_s(self):
@@ -267,7 +361,8 @@ class Connection(web.RequestHandler):
             return "head"
         return None
 
-    def _cut(self) -> None:
+    def end(self) -> None:
+        """See Counted."""
         if self._socket is not None:
             self._socket.abort()
 
@@ -317,7 +412,7 @@ class LimitedServer(web.Server):
         begin = plain.request_factory
 
         def make(message: Any, payload: Any, protocol: Any, writer: AbstractStreamWriter, task: Any) -> web.BaseRequest:
-            protocol.request_began(payload)
+            protocol.request_began(payload, _length(message), message.chunked)
             return begin(message, payload, protocol, writer, task)
 
         super().__init__(plain.request_handler, request_factory=make, handler_cancellation=plain.handler_cancellation)
@@ -370,6 +465,12 @@ class LimitedRunner(web.AppRunner):
         return LimitedServer(await super()._make_server(), self._clients, self.tls, **self._options)
 
 
+def _length(message: Any) -> int | None:
+    """Return the length of a request's body, which the parser has checked."""
+    length = message.headers.get("Content-Length")
+    return None if length is None else int(length)
+
+
 @web.middleware
 async def refuse_extra(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -390,6 +491,13 @@ def leaving_fifo(request: web.Request) -> Callable[[], None]:
     again."""
     protocol = request.protocol
     return protocol.leave_fifo if isinstance(protocol, Connection) else _nothing
+
+
+def want_body(request: web.Request) -> None:
+    """Read the body from now on. A request that is refused before is dropped unread."""
+    protocol = request.protocol
+    if isinstance(protocol, Connection):
+        protocol.want_body()
 
 
 def leave_fifo(request: web.Request) -> None:

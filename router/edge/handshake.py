@@ -48,7 +48,7 @@ class Handshake(asyncio.Protocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         """See asyncio.Protocol."""
         self._is_lost = True
-        self._connections.open.discard(self)
+        self._connections.left(self)
 
     def cut_if_late(self, now_s: float) -> str | None:
         """See Counted. A late handshake ends at its own timeout."""
@@ -79,7 +79,7 @@ class Handshake(asyncio.Protocol):
             transport.abort()
             return
         finally:
-            self._connections.open.discard(self)
+            self._connections.left(self)
         if secured is None or self._is_lost:
             return
         connection = self._make()

@@ -10,8 +10,9 @@ from aiohttp import web
 from engine.common.otel.tracer import Tracer
 from engine.contract import headers
 from engine.contract.errors import ApiError
-from router.edge.admission import Admission
+from router.edge.admission import Admission, Admitted
 from router.edge.client_keys import client_of, tenant_of
+from router.edge.connection_limits import leaving_fifo
 from router.edge.errors import error_response
 from router.edge.headers import request_id
 from router.endpoints.intake import Reading
@@ -61,8 +62,7 @@ class Generate:
         exchange = Exchange(arrival)
         try:
             with self._admission.request() as admitted:
-                inbound = exchange.asks(await self._reading.request(request, arrival, admitted))
-                response = await self._serve(Running(request, exchange, inbound, admitted))
+                response = await self._serve(request, exchange, admitted)
             exchange.answered(exchange.status or response.status)
             return response
         except ApiError as error:
@@ -82,16 +82,22 @@ class Generate:
             raise web.HTTPNotFound
         return await self.handle(request)
 
-    async def _serve(self, running: Running) -> web.StreamResponse:
-        """Answer the request within the tenant's limits. Raises RateLimited, and what the proxy raises."""
-        exchange, inbound = running.exchange, running.inbound
-        tenant = exchange.arrival.tenant
-        if tenant.limits is None:
-            return await self._proxy.forward(running)
-        tokens = inbound.prompt_tokens + inbound.answer_tokens
-        async with self._limiter.take(tenant, tokens, running.leaving_fifo()) as taking:
+    async def _serve(self, request: web.Request, exchange: Exchange, admitted: Admitted) -> web.StreamResponse:
+        """Answer the request within the tenant's limits. Raises RateLimited, and what the proxy raises.
+
+        The request is charged before its body is read, and its tokens once they are known. So a tenant at a limit
+        costs the gateway no more than heads.
+        """
+        arrival = exchange.arrival
+        if arrival.tenant.limits is None:
+            inbound = exchange.asks(await self._reading.request(request, arrival, admitted))
+            return await self._proxy.forward(Running(request, exchange, inbound, admitted))
+        async with self._limiter.take(arrival.tenant, on_wait=leaving_fifo(request)) as taking:
             exchange.limited(taking.headers())
             try:
-                return await self._proxy.forward(running)
+                inbound = exchange.asks(await self._reading.request(request, arrival, admitted))
+                await taking.needs(inbound.prompt_tokens + inbound.answer_tokens)
+                exchange.limited(taking.headers())
+                return await self._proxy.forward(Running(request, exchange, inbound, admitted))
             finally:
                 taking.used = exchange.tokens_used

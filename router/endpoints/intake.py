@@ -10,7 +10,7 @@ from aiohttp import web
 from engine.contract.requests import Endpoint
 from router.edge.admission import Admitted
 from router.edge.body import BodyLimits, go_ahead, read_body
-from router.edge.connection_limits import leave_fifo, leaving_fifo
+from router.edge.connection_limits import leave_fifo, leaving_fifo, want_body
 from router.edge.errors import UnsupportedEncoding
 from router.edge.form import Form, too_large
 from router.forwarding.conversations import Conversations
@@ -71,6 +71,7 @@ class Reading:
         form = Form(request, self._bodies, arrival.deadline_s, self._uploads.max_bytes)
         upload = Upload(form, admitted)
         leave_fifo(request)
+        want_body(request)
         try:
             await go_ahead(request)
             tenant = arrival.tenant
@@ -99,6 +100,7 @@ class Reading:
         try:
             inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
         except NamesCache as named:
+            on_wait()
             body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
             inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
         if inbound.continues is None:

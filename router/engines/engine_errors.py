@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.common.sse import DONE, DONE_DATA, named_event, sse_event
+from engine.contract.bounded_json import loads
 from engine.contract.errors import MAX_MESSAGE_CHARS
 from router.engines.attempt_result import Cause
 
@@ -63,7 +64,7 @@ def meaning_of_body(body: bytes) -> Cause | None:
     if not body or len(body) > MAX_BYTES:
         return None
     try:
-        answer: Any = orjson.loads(body)
+        answer: Any = loads(body)
     except orjson.JSONDecodeError:
         return None
     error = answer.get("error", answer) if isinstance(answer, dict) else None
@@ -80,7 +81,7 @@ def is_unknown_path(status: int, body: bytes) -> bool:
     if status != 404:
         return status == 405
     try:
-        fields = orjson.loads(body)
+        fields = loads(body)
     except orjson.JSONDecodeError:
         return True
     if not isinstance(fields, dict):
@@ -131,7 +132,7 @@ def error_event(events: bytes) -> bytes:
     if found is None:
         return b""
     try:
-        data = orjson.dumps(orjson.loads(found[2]))
+        data = orjson.dumps(loads(found[2]))
     except orjson.JSONDecodeError:
         return b""
     return named_event("error", data) if found["event"].startswith(b"event") else sse_event(data)
@@ -145,7 +146,7 @@ def engine_error(events: bytes) -> EngineError | None:
     if not found:
         return None
     try:
-        error: Any = orjson.loads(found[-1][1])["error"]
+        error: Any = loads(found[-1][1])["error"]
     except orjson.JSONDecodeError:
         return EngineError("an error")
     if not isinstance(error, dict):
@@ -234,7 +235,7 @@ def _is_end(data: bytes) -> bool:
 def _object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`; empty if there is none."""
     try:
-        value = orjson.loads(data)
+        value = loads(data)
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}

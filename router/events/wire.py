@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from engine.contract.bounded_msgpack import unpack
 from engine.contract.events import Tier
 
 MAX_BYTES = 8 * 2**20
@@ -140,8 +141,7 @@ def decode(payload: bytes) -> Batch:
     if len(payload) > MAX_BYTES:
         raise BadBatch(f"a batch of {len(payload)} bytes, more than {MAX_BYTES}")
     try:
-        # Sizes are bounded by the payload's own size: a header that promises more is refused before memory is taken.
-        said = msgpack.unpackb(payload, strict_map_key=False, use_list=True)
+        said = unpack(payload, use_list=True)
     except (ValueError, TypeError, RecursionError, OverflowError, MemoryError, msgpack.UnpackException) as error:
         raise BadBatch(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
     rank: Any = None

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import orjson
 
+from engine.contract.bounded_json import loads
+
 EngineKind = Literal["warmroute", "vllm", "sglang", "unknown"]
 MAX_ADAPTERS = 1024
 """Adapters of one engine: as many as the models that it may list."""
@@ -67,7 +69,7 @@ def parent_of(card: bytes) -> str | None:
 
 def _fields(card: bytes) -> dict[str, Any]:
     try:
-        fields = orjson.loads(card)
+        fields = loads(card)
     except orjson.JSONDecodeError:
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from engine.contract import headers
+from engine.contract.bounded_json import loads
 from engine.contract.errors import quoted
 from router.fleet.lack import Lacks, lack_of
 from router.views.types import PodId
@@ -215,7 +216,7 @@ def restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
 def served_models(body: bytes) -> tuple[ServedModel, ...]:
     """Return the models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
     try:
-        answer: Any = orjson.loads(body)
+        answer: Any = loads(body)
         models: dict[str, ServedModel] = {}
         for entry in answer["data"]:
             lasting = {name: value for name, value in entry.items() if name not in NEW_IN_EVERY_ANSWER}

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 from yarl import URL
 
+from engine.contract.bounded_json import loads
 from router.fleet.event_ports import event_ports
 from router.fleet.facts import MAX_CAPACITY_TOKENS, EngineFacts, EngineKind
 from router.fleet.fetch import OUTCOMES, Fetch, Unread
@@ -276,7 +277,7 @@ class Scraper:
             try:
                 url = reading.member.url
                 async with self._places:
-                    said = orjson.loads(await self._fetch(url, url + path, DEADLINE_S, MAX_ABOUT_BYTES))
+                    said = loads(await self._fetch(url, url + path, DEADLINE_S, MAX_ABOUT_BYTES))
             except (Unread, orjson.JSONDecodeError):
                 continue
             if not isinstance(said, dict):
@@ -295,7 +296,7 @@ class Scraper:
         url = reading.member.url
         try:
             async with self._places:
-                said = orjson.loads(await self._fetch(url, url + EVENT_SOURCES, DEADLINE_S, MAX_ABOUT_BYTES))
+                said = loads(await self._fetch(url, url + EVENT_SOURCES, DEADLINE_S, MAX_ABOUT_BYTES))
         except (Unread, orjson.JSONDecodeError):
             return
         ports, replay_ports = event_ports(said)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from engine.contract.bounded_json import loads
 from engine.contract.requests import Endpoint
 from router.continuing.continuations import Continuation, Rewriter
 from router.continuing.resume import (
@@ -128,9 +128,7 @@ class Interrupted:
         for pod in pods:
             if pod.pod_id not in avoided:
                 card = next((model.card for model in pod.identity.models if model.name == inbound.model), b"{}")
-                continuation = continuation_of(
-                    orjson.loads(card), Endpoint(inbound.endpoint), self.fields, self.transcript
-                )
+                continuation = continuation_of(loads(card), Endpoint(inbound.endpoint), self.fields, self.transcript)
                 if continuation is not None:
                     found[pod.pod_id] = continuation
         if not found:

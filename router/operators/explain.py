@@ -13,6 +13,7 @@ from router.choosing.chooser import Chooser
 from router.edge.admission import Admission
 from router.edge.body import BodyLimits, read_body
 from router.edge.client_keys import ClientKeys
+from router.edge.connection_limits import leave_fifo
 from router.endpoints.intake import Reading
 from router.operators.audit import note
 from router.operators.json_answer import json_response
@@ -43,6 +44,7 @@ class Explain:
         with self._admission.request() as admitted:
             body = await read_body(request, admitted, self._bodies, deadline_s)
             tenant = self._tenant(request)
+            leave_fifo(request)
             inbound = await self._reading.explained(body, request.headers, tenant, admitted)
         named = {"tenant": tenant.name} if headers.TENANT in request.headers else {}
         note(request, model=escaped(inbound.model), **named)

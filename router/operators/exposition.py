@@ -7,6 +7,7 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 
+from engine.common.log_writer import STDERR
 from router.edge.admission import Admission
 from router.edge.connection_limits import ClientConnections
 from router.fleet.discovery import DiscoveryStatus
@@ -43,7 +44,7 @@ class Exposition:
 
 
 def client_values(admission: Admission, connections: ClientConnections, lacks: Lacks) -> ClientValues:
-    """Return what clients' connections and requests hold."""
+    """Return what clients' connections and requests hold, and what the log lost."""
     return ClientValues(
         in_flight=admission.in_flight,
         body_bytes=admission.body_bytes,
@@ -51,6 +52,7 @@ def client_values(admission: Admission, connections: ClientConnections, lacks: L
         connections=len(connections.open),
         refused=connections.refused,
         lacks=lacks.counts,
+        log_lines_dropped=STDERR.dropped,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import json
 import sys
 import urllib.error
 import urllib.request
@@ -17,6 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from engine.contract.bounded_json import loads
 
 DEFAULT_URL = "http://127.0.0.1:8081"
 HEARD_S = 10.0
@@ -75,7 +76,7 @@ def _opened(url: str, path: str) -> Any:
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        message = str(json.loads(error.read(4096))["error"]["message"])
+        message = str(loads(error.read(4096))["error"]["message"])
         return f"{url}: {message}" if error.code != 404 else f"{url} has no live page; {_HINT}"
     return f"{url} answers {error.code}; {_HINT}"
 
@@ -93,7 +94,7 @@ def _whole(url: str) -> dict[str, Any]:
 def _read(url: str, text: bytes, names: frozenset[str]) -> dict[str, Any]:
     """Return a gateway's state, which has at least these `names`. Raises CannotWatch."""
     try:
-        state: Any = json.loads(text)
+        state: Any = loads(text)
     except (ValueError, RecursionError) as error:
         raise CannotWatch(f"{url}: not a gateway's answer: {error}") from None
     if not isinstance(state, dict) or not names <= state.keys():

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from engine.contract.bounded_msgpack import unpack
 from engine.contract.events import (
     GATEWAY_VERSION,
     HEAD_BYTES,
@@ -135,10 +136,10 @@ def decode(data: bytes) -> PeerMessage | Assumed:
         if not head.stride or not head.epoch:
             raise DecodeError("it has no stride or no sender")
         if head.kind is MessageKind.ASSUMED:
-            return _assumed(head, msgpack.unpackb(data[HEAD_BYTES:], use_list=False))
+            return _assumed(head, unpack(data[HEAD_BYTES:], use_list=False))
         if head.kind is not MessageKind.SENT or len(data) > MAX_BYTES:
             raise DecodeError(f"it is of kind {head.kind} and has {len(data)} bytes")
-        return _sent(head, msgpack.unpackb(data[HEAD_BYTES:], use_list=False))
+        return _sent(head, unpack(data[HEAD_BYTES:], use_list=False))
     except (
         ValueError,
         TypeError,

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.events import DecodeError
 from engine.contract.keys import PrefixKey
 from engine.contract.redis_keys import shares_key
@@ -72,7 +73,7 @@ def encode_report(report: ShareReport, written_s: float) -> bytes:
 def decode_report(data: bytes) -> tuple[ShareReport, float]:
     """Return the report, and when it was written. Raises DecodeError. The release before wrote no version."""
     try:
-        total, items, written_s, prefill_s, *version = orjson.loads(data)
+        total, items, written_s, prefill_s, *version = loads(data)
         if version not in ([], [VERSION]):
             raise DecodeError(f"version {version[0]!r}, expected {VERSION}")
         if len(items) > MAX_ITEMS:

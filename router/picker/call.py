@@ -172,6 +172,9 @@ class Call:
         self._allowed = subset_of(message.metadata_context)
         if parts.limits.takes_tests and (asked := selection_of(fields)) is not None:
             self._allowed = asked
+        if found.kind is not Kind.STORED and arrival.tenant.limits is not None:  # before the body costs anything
+            self._taking = await parts.limiter.take(arrival.tenant).__aenter__()
+            self._exchange.limited(self._taking.headers())
         self._body = Body(admitted, parts.limits.max_body_bytes, fields.get("content-encoding"))
         if head.end_of_stream or self._request_mode not in WITH_BODY:
             return await self._by_load()
@@ -274,12 +277,10 @@ class Call:
         return [choice.pod, *(pod for pod in pods if pod.pod_id not in avoided)]
 
     async def _charge(self, exchange: Exchange, tokens: int) -> None:
-        """Charge the tenant's limits with a request of `tokens` tokens. Raises RateLimited."""
-        tenant = exchange.arrival.tenant
-        if tenant.limits is not None:
-            taking = self._parts.limiter.take(tenant, tokens)
-            self._taking = await taking.__aenter__()
-            exchange.limited(taking.headers())
+        """Charge the tenant's limits with the tokens of a request. Raises RateLimited."""
+        if self._taking is not None:
+            await self._taking.needs(tokens)
+            exchange.limited(self._taking.headers())
 
     async def _by_load(self) -> Responses:
         """Choose without a body, or without the whole body."""
@@ -303,7 +304,7 @@ class Call:
                 "the proxy must show bodies to the picker: without them it cannot keep this tenant's caches apart"
             )
         pod, able = by_load.pick(tenant, self._allowed)
-        if tenant.limits is not None:
+        if self._taking is not None:
             await self._charge(exchange, tokens)
             pod, able = by_load.pick(tenant, self._allowed)  # it may have waited
         self._lease = parts.fleet.lease(

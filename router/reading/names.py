@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 from xxhash import xxh3_64_intdigest
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import BadRequest, ModelNotFound, Unavailable, quoted
 from engine.contract.keys import FIELD_SEPARATOR, content_parts
 from engine.contract.requests import Endpoint, prompt_bytes
@@ -87,7 +88,7 @@ class Names:
         for name in self._shares:
             if tenant.may_use(name):
                 served = (_served(model, models) for model, _ in self._allowed(name, tenant))
-                cards = [orjson.loads(model.card) for model in served if model is not None]
+                cards = [loads(model.card) for model in served if model is not None]
                 if cards:
                     found[name] = orjson.dumps(_card(name, cards))
         return found

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from engine.contract.bounded_json import loads
 from engine.contract.events import DecodeError
 from router.views.speeds import LearntFactor, LearntSpeed
 from router.views.types import PodId
@@ -86,7 +87,7 @@ def decode_learnt(data: bytes) -> tuple[Learnt, float]:
     if len(data) > MAX_BYTES:
         raise DecodeError(f"a record of {len(data)} bytes, more than {MAX_BYTES}")
     try:
-        record = orjson.loads(data)
+        record = loads(data)
         if record["version"] != VERSION:
             raise DecodeError(f"version {record['version']}, expected {VERSION}")
         if len(record["speeds"]) > _MAX_ENGINES or max(len(record["factors"]), len(record["rooms"])) > MAX_PODS:

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from engine.common.redis_client import REDIS_ERRORS
+from engine.contract.bounded_json import loads
 from engine.contract.errors import BadRequest, Unavailable
 from engine.contract.redis_keys import named_cache_key, named_caches_key
 from router.edge.errors import RETRY_AFTER_S
@@ -285,7 +286,7 @@ def in_order(metas: Collection[CacheMeta]) -> list[CacheMeta]:
 def _read(value: bytes) -> CacheMeta | None:
     """Return the metadata that a gateway has written; None if another version wrote it and it cannot be read."""
     try:
-        fields: Any = orjson.loads(value)
+        fields: Any = loads(value)
         return CacheMeta(**fields)
     except (orjson.JSONDecodeError, TypeError):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import ApiError, BadRequest, ModelNotFound, quoted
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, chat_tools
@@ -20,6 +21,7 @@ from engine.contract.requests import Endpoint, parse_body
 from router.edge.admission import Admission, Admitted
 from router.edge.body import BodyLimits, read_body
 from router.edge.client_keys import tenant_of
+from router.edge.connection_limits import leave_fifo
 from router.edge.errors import TooLarge, error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
@@ -105,7 +107,7 @@ class NamedCaches:
         admitted.hold(2 * len(body) + len(contents))
         left_s = meta.until_s - self._clock()
         keeps = body.count(_MARK) + contents.count(_MARK) < MAX_MARKS and self._keeps(meta.model)
-        made = expanded(endpoint, fields, meta, orjson.loads(contents), mark_s=left_s if keeps else None)
+        made = expanded(endpoint, fields, meta, loads(contents), mark_s=left_s if keeps else None)
         if len(made) > self._limits.max_body_bytes:
             raise TooLarge(
                 f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
@@ -184,11 +186,15 @@ class NamedCaches:
 
     async def _fields(self, request: web.Request, admitted: Admitted) -> dict[str, Any]:
         deadline_s = asyncio.get_running_loop().time() + self._bodies.timeout_s
-        return parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+        fields = parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+        leave_fifo(request)  # what follows may wait for Redis
+        return fields
 
     async def _answer(self, request: web.Request, handler: Callable[[web.Request, Tenant], Any]) -> web.StreamResponse:
         try:
             self._check_enabled()
+            if not request.can_read_body:
+                leave_fifo(request)
             answer = await handler(request, tenant_of(request))
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         except ApiError as error:
@@ -208,7 +214,7 @@ class NamedCaches:
         """Whether the engines of this model keep marked contents, according to one engine's model card."""
         card = self._fleet.models().get(model)
         try:
-            accepts = orjson.loads(card.card).get("accepts") if card is not None else None
+            accepts = loads(card.card).get("accepts") if card is not None else None
         except (orjson.JSONDecodeError, AttributeError):
             return False
         return isinstance(accepts, list) and KEEPS in accepts
@@ -223,7 +229,7 @@ def _place(token: str) -> tuple[float, str]:
     if not token:
         return (0.0, "")
     try:
-        created_s, cache_id = orjson.loads(base64.urlsafe_b64decode(token.encode()))
+        created_s, cache_id = loads(base64.urlsafe_b64decode(token.encode()))
         if isinstance(created_s, float | int) and isinstance(cache_id, str):
             return float(created_s), cache_id
     except (ValueError, TypeError, binascii.Error):

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from engine.common.redis_client import REDIS_ERRORS, drop_connections
 from engine.common.redis_loop import Outage, keep_trying
+from engine.contract.bounded_json import loads
 from engine.contract.redis_keys import place_key
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _read(value: object) -> Place | None:
     if not isinstance(value, bytes):
         return None
     try:
-        place = Place(**orjson.loads(value))
+        place = Place(**loads(value))
     except (ValueError, TypeError):
         return None
     names = (place.pod, place.model, place.tenant)

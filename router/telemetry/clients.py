@@ -1,4 +1,4 @@
-"""Metrics of clients' connections, and of what their requests hold."""
+"""Metrics of clients' connections, of what their requests hold, and of the log of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from router.telemetry.collectors import FieldSeries, Tally, register
 
-REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body")
+REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body", "idle")
 """Reasons for refused connections. Each is a series from the start, so that the first increase is seen."""
 
 
@@ -25,6 +25,7 @@ class ClientValues:
     """By reason."""
     lacks: Mapping[str, int]
     """By name of the error."""
+    log_lines_dropped: int = 0
 
 
 class ClientMetrics:
@@ -40,12 +41,14 @@ class ClientMetrics:
                 "answer_bytes": "Bytes of answers that are kept until they are whole, or until their clients take them",
                 "connections": "Connections of clients that are open",
             },
+            counters={"log_lines_dropped": "Lines of the log that were not written, because nobody reads the log"},
         )
         self._refused = Tally(
             "warmroute_gateway_connections_refused",
-            "Connections of clients that were refused (connections: too many, short: see "
-            "warmroute_gateway_lacks) or cut because the client was late (handshake: for TLS, head: with a request's "
-            "headers, write: to read an answer, closing: to close) or did not stop sending a refused body (body)",
+            "Connections of clients that were refused (connections: too many, short: see warmroute_gateway_lacks), "
+            "made room for another client while they had no request (idle), were cut because the client was late "
+            "(handshake: for TLS, head: with a request's headers, write: to read an answer, closing: to close), or did "
+            "not stop sending a refused body (body)",
             ("reason",),
         )
         self._refused.counts |= {(reason,): 0 for reason in REFUSAL_REASONS}

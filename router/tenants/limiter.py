@@ -62,7 +62,7 @@ class RateLimited(TooManyRequests):
 
 
 class Taking:
-    """`async with limiter.take(tenant, tokens) as taking:` is one request. Entering raises RateLimited."""
+    """`async with limiter.take(tenant) as taking:` is one request. Entering raises RateLimited."""
 
     __slots__ = ("_limiter", "_on_wait", "_quota", "_tokens", "used")
 
@@ -77,12 +77,26 @@ class Taking:
     async def __aenter__(self) -> Taking:
         quota = self._quota
         if quota is not None and not quota.take(self._tokens):
-            await self._limiter.ask_for(quota, self._tokens, self._on_wait)
+            await self._limiter.ask_for(quota, self._tokens, 1, self._on_wait)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         if self._quota is not None:
             self._quota.end(self._tokens, self.used)
+
+    async def needs(self, tokens: int) -> None:
+        """Charge `tokens` for the request in all. Raises RateLimited; then it stays charged as a request that took
+        nothing."""
+        quota, more = self._quota, tokens - self._tokens
+        if quota is None or more <= 0:
+            return
+        quota.note_size(tokens)
+        limit = quota.limits.tokens_per_minute
+        if limit is not None and tokens > limit:
+            raise self._limiter.refused(quota, "tokens", math.inf, tokens)
+        if not quota.take(more, 0):
+            await self._limiter.ask_for(quota, more, 0, self._on_wait)
+        self._tokens = tokens
 
     def headers(self) -> dict[str, str]:
         """Return what the tenant has left, as headers of the answer."""
@@ -118,27 +132,30 @@ class Limiter:
             self._quotas[name] = Quota(name, limits[name])
         self._local.keep(limits)
 
-    def take(self, tenant: Tenant, tokens: int, on_wait: Callable[[], None] = lambda: None) -> Taking:
-        """Return a context that counts a request of `tenant`, which may take `tokens` tokens, while the block lasts.
+    def take(self, tenant: Tenant, tokens: int = 1, on_wait: Callable[[], None] = lambda: None) -> Taking:
+        """Return a context that counts a request of `tenant`, which takes at least `tokens` tokens, while the block
+        lasts. `Taking.needs` charges the rest once it is known.
 
         `on_wait` is called if the request has to wait for the ledger.
         """
         return Taking(self, self._quotas.get(tenant.name), tokens, on_wait)
 
-    async def ask_for(self, quota: Quota, tokens: int, on_wait: Callable[[], None]) -> None:
-        """Take what is needed from what the ledger gives. Raises RateLimited."""
+    async def ask_for(self, quota: Quota, tokens: int, requests: int, on_wait: Callable[[], None]) -> None:
+        """Take what is needed from what the ledger gives. `requests`: 0 for further tokens of a request. Raises
+        RateLimited."""
+        asked = max(tokens, quota.typical_tokens) if requests else tokens
         for _ in range(MAX_ROUNDS):
-            if (refused := quota.refusal(tokens, self._clock())) is not None:
-                raise self._refuse(quota, *refused, tokens)
+            if (refusal := quota.refusal(tokens, self._clock(), requests)) is not None:
+                raise self.refused(quota, *refusal, tokens)
             on_wait()
-            quota.wait_for(tokens, 1)
+            quota.wait_for(asked, 1, requests)
             try:
                 await asyncio.shield(self._ask(quota))
             finally:
-                quota.wait_for(tokens, -1)
-            if quota.take(tokens):
+                quota.wait_for(asked, -1, requests)
+            if quota.take(tokens, requests):
                 return
-        raise self._refuse(quota, quota.lack(tokens), PERIOD_S, tokens)
+        raise self.refused(quota, quota.lack(tokens, requests), PERIOD_S, tokens)
 
     def _ask(self, quota: Quota) -> asyncio.Task[None]:
         """Return a task to wait for: the report under way, though it does not include this request, or a new one."""
@@ -156,7 +173,8 @@ class Limiter:
         asking.add_done_callback(end)
         return asking
 
-    def _refuse(self, quota: Quota, reason: Reason, wait_s: float, tokens: int) -> RateLimited:
+    def refused(self, quota: Quota, reason: Reason, wait_s: float, tokens: int) -> RateLimited:
+        """Return the error of a request that has to wait for `wait_s` seconds, for ever if that is infinite."""
         limits = quota.limits
         limit = {
             "requests": limits.requests_per_minute,

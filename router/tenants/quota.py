@@ -16,6 +16,8 @@ AHEAD = 2.0
 MAX_AHEAD_SHARE = 0.05
 """Largest share of a limit that is held in advance. It bounds what stays with a gateway that has just had a burst."""
 PACE_WEIGHT = 0.5
+TYPICAL_WEIGHT = 0.1
+"""Weight of one request in what is known of the tokens of a tenant's requests."""
 SPARE_AT_ONCE = 0.1
 """A gateway holds room for the most requests that it had at once in the last period, and for this share more."""
 
@@ -96,6 +98,7 @@ class Quota:
         self.limits = limits
         self.in_flight = 0
         self.cap = 0.0 if limits.requests_at_once is not None else math.inf
+        self._typical_tokens = 0.0
         self._awaited_at_once = 0
         self._most_in_flight = 0
         """The most in the present period."""
@@ -121,22 +124,29 @@ class Quota:
     def _held(meter: Meter) -> bool:
         return meter.limit is not None and (meter.left > 0 or meter.pace >= 1)
 
-    def take(self, tokens: int) -> bool:
-        """Begin a request of `tokens` tokens if what is held is enough. Return whether it has begun."""
-        if self.requests.left < 1 or self.tokens.left < tokens or self.in_flight >= self.cap:
+    def take(self, tokens: int, requests: int = 1) -> bool:
+        """Begin a request of `tokens` tokens if what is held is enough. Return whether it has begun.
+
+        `requests`: 0 for further tokens of a request that has begun.
+        """
+        if self.tokens.left < tokens or (requests and (self.requests.left < 1 or self.in_flight >= self.cap)):
             return False
-        self.requests.spend(1)
+        self.requests.spend(requests)
         self.tokens.spend(tokens)
-        self.in_flight += 1
+        self.in_flight += requests
         if self.in_flight > self._most_in_flight:
             self._most_in_flight = self.in_flight
         return True
 
-    def lack(self, tokens: int) -> Reason:
+    def lack(self, tokens: int, requests: int = 1) -> Reason:
         """Return which limit keeps a request from beginning. `take` has just returned False for the request."""
-        if self.requests.left < 1:
+        if requests and self.requests.left < 1:
             return "requests"
         return "tokens" if self.tokens.left < tokens else "at_once"
+
+    def note_size(self, tokens: int) -> None:
+        """Learn how many tokens this tenant's requests take, to ask for as many when the next one begins."""
+        self._typical_tokens += TYPICAL_WEIGHT * (tokens - self._typical_tokens)
 
     def end(self, charged: int, used: int | None) -> None:
         """End a request that was charged `charged` tokens. `used`: what it took; None: not known."""
@@ -144,13 +154,19 @@ class Quota:
         if used is not None and used != charged:
             self.tokens.spend(used - charged)
 
-    def wait_for(self, tokens: int, sign: int) -> None:
-        """Note that a request begins (1) or ceases (-1) to wait for the next answer."""
-        self.requests.awaited += sign
+    def wait_for(self, tokens: int, sign: int, requests: int = 1) -> None:
+        """Note that a request begins (`sign` 1) or ceases (-1) to wait for the next answer."""
+        self.requests.awaited += sign * requests
         self.tokens.awaited += sign * tokens
-        self._awaited_at_once += sign
+        self._awaited_at_once += sign * requests
 
-    def refusal(self, tokens: int, now_s: float) -> tuple[Reason, float] | None:
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens that a request is likely to take, as far as the limit allows."""
+        limit = self.limits.tokens_per_minute
+        return 0 if limit is None else min(round(self._typical_tokens), limit)
+
+    def refusal(self, tokens: int, now_s: float, requests: int = 1) -> tuple[Reason, float] | None:
         """Return why a request cannot begin, and the seconds until it may; None: the ledger may be asked for more.
 
         The ledger may be asked again one period after an answer that granted too little.
@@ -160,9 +176,9 @@ class Quota:
         if now_s - self._settled_s >= PERIOD_S:
             return None
         age_s = now_s - self._settled_s
-        if self.in_flight >= self.cap and self._is_at_once_short:
+        if requests and self.in_flight >= self.cap and self._is_at_once_short:
             return "at_once", 1.0
-        if self.requests.left < 1 and self.requests.is_short:
+        if requests and self.requests.left < 1 and self.requests.is_short:
             return "requests", self._frees_s("requests", 1 - self.requests.remaining()) - age_s
         if self.tokens.left < tokens and self.tokens.is_short:
             return "tokens", self._frees_s("tokens", tokens - self.tokens.remaining()) - age_s

@@ -12,6 +12,8 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.contract import headers
 from router.edge import connection_limits
@@ -65,12 +67,18 @@ async def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
         await eventually(lambda: not gateway.app[CONNECTIONS].open)
 
 
-async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_every_connection_has_a_request_others_are_told_so_and_probes_are_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection_limits, "EXTRA", 2)
+    engine = ScriptedEngine("a", stalls_after([event("a")]))
+    ask = head(b"Content-Length: %d" % len(orjson.dumps(ASK))) + orjson.dumps(ASK)
     async with contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(running(ScriptedEngine("a", GOOD), max_connections=3))
+        gateway = await stack.enter_async_context(running(engine, max_connections=3))
         inside = [await stack.enter_async_context(connected(gateway)) for _ in range(3)]
-        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 3)
+        for client in inside:
+            client.send(ask)
+        await eventually(lambda: engine.open == 3)
         async with connected(gateway) as refused:
             refused.send(GET_MODELS)
             answer = await refused.answer()
@@ -80,25 +88,50 @@ async def test_connections_beyond_the_bound_are_told_so_and_probes_are_heard(mon
             health = await probe.answer()
             assert await probe.closed() == b""
         await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 3)
-        extra = [await stack.enter_async_context(connected(gateway)) for _ in range(2)]
-        await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 5)
-        async with connected(gateway) as cut:
-            cut.send(GET_HEALTH)
-            assert await cut.closed() == b""
-        for client in inside:
-            client.send(GET_MODELS)
-            assert (await client.answer()).status == 200
         inside[0].writer.transport.abort()
-        extra[0].writer.transport.abort()
-        extra[1].writer.transport.abort()
         await eventually(lambda: len(gateway.app[CONNECTIONS].open) == 2)
         async with connected(gateway) as fresh:
             fresh.send(GET_MODELS)
             assert (await fresh.answer()).status == 200
+        for client in inside:
+            client.writer.transport.abort()
         text = (await gateway.get("/metrics")).body.decode()
     assert (answer.status, answer.error["code"], health.status) == (503, "overloaded", 200)
     assert b"Retry-After: 1" in answer.head
-    assert 'warmroute_gateway_connections_refused_total{reason="connections"} 2.0' in text
+    assert 'warmroute_gateway_connections_refused_total{reason="connections"} 1.0' in text
+
+
+START = st.sampled_from([b"", b"\r\n", b"GET /v1/mod", b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX: "])
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(START, st.booleans()), min_size=5, max_size=12))
+def test_clients_that_have_no_request_keep_nobody_out(others: list[tuple[bytes, bool]]) -> None:
+    """They send nothing, or a part of a head, before or after a request. Those with a request are never cut."""
+
+    async def test() -> None:
+        engine = ScriptedEngine("a", streams([event("a"), event("b")], gap_s=0.3))
+        ask = head(b"Content-Length: %d" % len(orjson.dumps(ASK))) + orjson.dumps(ASK)
+        async with contextlib.AsyncExitStack() as stack:
+            gateway = await stack.enter_async_context(running(engine, max_connections=4))
+            busy = await stack.enter_async_context(connected(gateway))
+            busy.send(ask)
+            await eventually(lambda: engine.open == 1)
+            for start, asks_first in others:
+                client = await stack.enter_async_context(connected(gateway))
+                if asks_first:
+                    client.send(GET_HEALTH)
+                    assert (await client.answer()).status == 200
+                client.send(start)
+            for path in (GET_HEALTH, GET_MODELS):
+                async with connected(gateway) as fresh:
+                    fresh.send(path)
+                    assert (await fresh.answer()).status == 200
+            assert len(gateway.app[CONNECTIONS].open) <= 4
+            text = (await busy.reader.readuntil(b"\r\n0\r\n\r\n")).decode()
+            assert '"b"' in text
+
+    asyncio.run(test())
 
 
 class Talkative(ScriptedEngine):

@@ -127,15 +127,17 @@ def test_a_client_that_begins_no_handshake_is_cut_after_the_heads_time(loop: Loo
 
 
 @LOOPS
-def test_handshakes_take_places_and_others_are_told_so(loop: Loop, tmp_path: Path) -> None:
+def test_handshakes_that_stand_still_keep_nobody_out(loop: Loop, tmp_path: Path) -> None:
     async def test() -> None:
         async with secure(tmp_path, max_connections=2) as gateway:
-            async with opened(gateway.port), opened(gateway.port):
+            async with opened(gateway.port) as (first, _), opened(gateway.port):
                 await eventually(lambda: gateway.connections == 2)
-                assert (await gateway.ask(GET_MODELS)).startswith(b"HTTP/1.1 503")
+                assert (await gateway.ask(GET_MODELS)).startswith(b"HTTP/1.1 200")
                 assert (await gateway.ask(GET_HEALTH)).startswith(b"HTTP/1.1 200")
+                with contextlib.suppress(ConnectionError):
+                    assert await first.read() == b""
             await eventually(lambda: gateway.connections == 0)
-            assert (await gateway.ask(GET_MODELS)).startswith(b"HTTP/1.1 200")
+            assert gateway.app[CONNECTIONS].refused["idle"] >= 1
 
     run(loop, test)
 

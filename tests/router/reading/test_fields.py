@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import orjson
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.errors import BadRequest
+from router.reading import fields
 from router.reading.fields import MAX_FIELDS, with_fields
 
 NAMES = st.sampled_from(["cache_salt", "cache_sal", '"cache_salt', "model", "", "ü", "a\\", "}"]) | st.text(
@@ -76,13 +77,16 @@ def pairs(body: bytes) -> list[tuple[str, Any]]:
     st.dictionaries(
         st.sampled_from(["cache_salt", "priority"]), STRINGS | st.integers(-(2**63), 2**64 - 1), min_size=1
     ),
+    st.booleans(),
 )
 def test_the_new_fields_are_there_once_and_all_others_as_they_came(
-    made: tuple[list[tuple[str, str]], bytes], new: dict[str, str | int]
+    made: tuple[list[tuple[str, str]], bytes], new: dict[str, str | int], is_large: bool
 ) -> None:
     _, body = made
     present = orjson.loads(body)
-    result = with_fields(body, present, new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fields, "FREE_BYTES", 0 if is_large else len(body))
+        result = with_fields(body, present, new)
     as_written = {name: str(value) if isinstance(value, int) else value for name, value in new.items()}
     assert pairs(result) == [*as_written.items(), *(pair for pair in pairs(body) if pair[0] not in new)]
     assert orjson.loads(result) == {**present, **new}
@@ -116,5 +120,15 @@ def test_what_takes_long_to_look_at_is_refused() -> None:
     assert with_fields(many, set("a"), {"cache_salt": "s"}).endswith(many[1:])
     deep = b'{"cache_salt":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
     with_fields(deep, {"a"}, {"cache_salt": "s"})
-    with contextlib.suppress(BadRequest):  # how deep is too deep depends on the version of Python
-        assert orjson.loads(with_fields(deep, {"a", "cache_salt"}, {"cache_salt": "s"}))["cache_salt"] == "s"
+    assert orjson.loads(with_fields(deep, {"a", "cache_salt"}, {"cache_salt": "s"}))["cache_salt"] == "s"
+
+
+def test_the_memory_of_a_large_body_is_its_bytes_alone() -> None:
+    body = b'{"model":"m","cache_salt":"x","a":[' + b"[]," * 2**20 + b"1]}"
+    tracemalloc.start()
+    try:
+        assert with_fields(body, {"model", "cache_salt", "a"}, {"cache_salt": "s"}).startswith(b'{"cache_salt":"s"')
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * len(body), peak

@@ -226,7 +226,7 @@ async def test_a_request_that_others_always_overtake_is_told_which_limit_it_met(
 ) -> None:
     take = Quota.take
 
-    def overtaken(quota: Quota, tokens: int) -> bool:
+    def overtaken(quota: Quota, tokens: int, requests: int = 1) -> bool:
         while take(quota, 90):
             pass
         return False
