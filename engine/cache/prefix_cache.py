@@ -14,7 +14,6 @@ from engine.cache.hash_index import HashIndex
 from engine.cache.held_keys import HeldKeys, Span, anchors
 from engine.cache.index import IndexKind, Match, NoIndex, PrefixIndex
 from engine.cache.indexed import IndexedBlocks
-from engine.cache.integrity import check
 from engine.cache.loops import SPARED_SHARE, Loops
 from engine.cache.pins import Pins
 from engine.cache.radix_index import RadixIndex
@@ -310,11 +309,6 @@ class PrefixCache:
     def survey(self) -> Survey:
         """Return a survey for operators. Another thread may take its result."""
         return Survey(self.pool, self._indexed, self._stored, self.block_size, self._steps_begun)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if an invariant of README.md does not hold. Visits everything: for tests."""
-        check(self.pool, self._indexed, self._users, (self.pins, self.learnt), self._keys, self._generation)
-        self._index.check()
 
     def _free(self, sequence: CachedSequence) -> None:
         nodes, blocks, digests = sequence.nodes, sequence.blocks, self._indexed.digests

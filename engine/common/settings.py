@@ -25,7 +25,7 @@ from pydantic_settings import (
 )
 from pydantic_settings.exceptions import SettingsError
 
-from engine.common.settings_help import Group, help_text
+from engine.common.settings_help import Group, help_text, positional
 from engine.common.version import program_version
 
 S = TypeVar("S", bound="Settings")
@@ -75,7 +75,9 @@ class Settings(BaseSettings):
     in_help: ClassVar[Group | None] = None
     """How `--help` shows the settings that this class adds; see `group`."""
     removed: ClassVar[Mapping[str, str]] = {}
-    """Of a program: settings of the release before this one that are gone, each with what does its work now."""
+    """Of a program: settings of the releases before this one that are gone, each with what does its work now."""
+    removed_in: ClassVar[Mapping[str, str]] = {}
+    """The release that a setting in `removed` is gone from, if not `REMOVED_IN`."""
 
     @classmethod
     def settings_customise_sources(
@@ -133,6 +135,10 @@ class Settings(BaseSettings):
             if not argument.startswith("--"):
                 continue
             name = argument[2:].partition("=")[0]
+            if name.replace("-", "_") in positional(cls):
+                raise ConfigError(
+                    f"--{name} is no flag: give {name.replace('-', '_').upper()} as a word, without a flag"
+                )
             if name in known or name.removeprefix("no-") in known:
                 continue
             cls._check_removed(name.removeprefix("no-").replace("-", "_"), f"flag --{name}")
@@ -142,7 +148,7 @@ class Settings(BaseSettings):
     def _check_removed(cls, field: str, shown: str) -> None:
         """Raises ConfigError if the release before this one had the setting."""
         if instead := cls.removed.get(field):
-            raise ConfigError(f"{shown} was removed in {REMOVED_IN}: {instead}")
+            raise ConfigError(f"{shown} was removed in {cls.removed_in.get(field, REMOVED_IN)}: {instead}")
 
     def without_effect(self) -> Iterator[str]:
         """Yield a sentence for each setting that is given, differs from its default, and has no effect."""

@@ -21,7 +21,7 @@ from loadgen.analyze.spec import AnalysisSpec
 from loadgen.analyze.text import show
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.output.save import write_whole
 from loadgen.output.screen import PLAIN_WIDTH, progress_screen, result_screen
 from loadgen.output.style.units import printable
@@ -34,6 +34,7 @@ class AnalyzeSettings(Settings):
     """What a log of prompts would gain from prefix caching, and what breaks reuse in it."""
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     file: CliPositionalArg[str] = Field(
         description="JSON lines with 'prompt', 'messages' or 'text', request bodies (at the top or in 'body', "

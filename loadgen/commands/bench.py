@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.commands.server_settings import LISTS, OneArmSettings, words_of
 from loadgen.commands.vllm_file import Naming, write_bench_file
 from loadgen.load.arrivals import ArrivalSettings, check_times, mean_turns
@@ -40,6 +40,7 @@ class BenchSettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSet
     """
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     workload: str = Field("random", description=WorkloadSettings.model_fields["workload"].description)
     dataset_name: str | None = Field(

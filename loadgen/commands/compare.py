@@ -15,7 +15,7 @@ from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
 from loadgen.commands.interrupt import run_interruptible
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.commands.server_settings import RequestSettings
 from loadgen.experiment.arms import DEFAULT_POLICIES, ArmSpec, arms_of, baseline_of
 from loadgen.experiment.plan import Plan, Round
@@ -96,6 +96,7 @@ class CompareSettings(OutputSettings, WorkloadSettings, ArrivalSettings, Request
     """
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     endpoint: Literal["chat", "completions"] = Field("chat", description="OpenAI endpoint")
     time_limit_s: float = Field(300.0, gt=0, description="seconds after which a block is cut off")

@@ -1,4 +1,4 @@
-"""`warmroute-loadgen replay TRACE`: load with the times, lengths and sharing that a trace recorded."""
+"""`warmroute-loadgen replay FILE`: load with the times, lengths and sharing that a trace recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.commands.server_settings import LISTS, OneArmSettings
 from loadgen.commands.trace_format import FORMATS, format_of, window
 from loadgen.load.arrivals import ArrivalKind, ArrivalSettings, ArrivalSpec
@@ -29,7 +29,7 @@ from loadgen.workloads.catalog import WorkloadSettings, build_workload
 PROG = "warmroute-loadgen replay"
 
 
-@group("Trace", common=("trace", "fixed_schedule", "num_prompts", "speedup", "start_offset_s", "end_offset_s"))
+@group("Trace", common=("dataset_path", "fixed_schedule", "num_prompts", "speedup", "start_offset_s", "end_offset_s"))
 class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSettings):
     """A request trace against one server.
 
@@ -38,8 +38,9 @@ class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSe
     """
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
-    trace: CliPositionalArg[str] = Field(
+    dataset_path: CliPositionalArg[str] = Field(
         description="trace file, plain or gzipped: Mooncake or Bailian JSON lines, BurstGPT or Azure CSV"
     )
     workload: str = Field(
@@ -59,12 +60,10 @@ class ReplaySettings(OutputSettings, WorkloadSettings, ArrivalSettings, OneArmSe
     @model_validator(mode="before")
     @classmethod
     def _take_trace(cls, values: dict[str, Any]) -> dict[str, Any]:
-        trace = values.get("trace")
-        if values.get("dataset_path"):
-            raise ValueError("--dataset-path is the positional argument of replay: give only TRACE")
+        trace = values.get("dataset_path")
         if not isinstance(trace, str):
             return values  # the field's own check reports the error
-        return {**values, "dataset_path": trace, "workload": values.get("workload") or format_of(Path(trace))}
+        return {**values, "workload": values.get("workload") or format_of(Path(trace))}
 
     @model_validator(mode="after")
     def _check_trace(self) -> Self:
@@ -91,7 +90,7 @@ def plan(settings: ReplaySettings) -> tuple[Workload, RunSpec, int]:
     end_s = None if settings.end_offset_s is None else settings.end_offset_s / speedup
     first, count = window(workload, settings.start_offset_s / speedup, end_s)
     if not count:
-        raise ConfigError(f"{settings.trace} has no request between --start-offset-s and --end-offset-s")
+        raise ConfigError(f"{settings.dataset_path} has no request between --start-offset-s and --end-offset-s")
     count = min(count, settings.num_prompts or count)
     arrivals = ArrivalSpec(ArrivalKind.TRACE) if settings.fixed_schedule else settings.arrivals()
     spec = RunSpec(

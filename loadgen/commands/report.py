@@ -11,7 +11,7 @@ from pydantic_settings import CliPositionalArg
 
 from engine.common.settings import group, load_or_exit
 from loadgen.commands.exit_status import EXIT_FAILED
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.output.save import FORMATS, save
 from loadgen.output.screen import result_screen
 from loadgen.output.settings import Formats, OutputSettings
@@ -24,6 +24,7 @@ class ReportSettings(OutputSettings):
     """Draw a result.json again."""
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     result: CliPositionalArg[str] = Field(description="result.json of compare, bench, replay, sweep, demo or simulate")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,8 +12,8 @@ from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.exit_status import EXIT_FAILED, EXIT_INTERRUPTED
 from loadgen.commands.finish import check_writable, not_possible, report
-from loadgen.commands.removed import REMOVED
-from loadgen.commands.simulate_faults import faults_of
+from loadgen.commands.removed import REMOVED, REMOVED_IN
+from loadgen.commands.simulate_events import events_of
 from loadgen.commands.simulate_result import simulate_arms
 from loadgen.commands.simulate_sweep import RateSweep, simulate_sweep
 from loadgen.commands.storable import storable
@@ -32,12 +32,15 @@ from loadgen.workloads.wrappers import Window
 
 PROG = "warmroute-loadgen simulate"
 DEFAULT_ARMS = ("round_robin", "least_loaded", "prefix_hash", "cache_aware", "affinity_groups", "predicted_ttft")
-LISTS = ("--arms", "--seeds", "--die", "--join", "--slow", "--rates")
+LISTS = ("--arms", "--events", "--rates")
 """Flags that take several words."""
-SWEEP_ONLY = ("rates", "start_rate", "precision", "point_s")
+SWEEP_ONLY = ("precision", "point_s")
 
 
-@group("The fleet", common=("arms", "baseline", "pods", "profile", "kv_tokens", "sessions", "seeds", "sweep", "rates"))
+@group(
+    "The fleet",
+    common=("arms", "baseline", "pods", "profile", "kv_tokens", "sessions", "rounds", "rates", "start_rate"),
+)
 class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     """A whole fleet of emulated GPU pods in virtual time: our policies, other routers, traces.
 
@@ -48,6 +51,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
     """
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     arms: list[str] = Field(
@@ -60,24 +64,32 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         description=f"profile of a pod: {', '.join(PROFILE_NAMES)}, or a YAML file of `warmroute-engine calibrate`",
     )
     kv_tokens: int | None = Field(None, ge=16, description="tokens of KV a pod holds; none: the profile's")
-    block_size: int = Field(16, ge=1, le=1024, description="tokens of a KV block")
     max_step_tokens: int = Field(2048, ge=1, description="tokens a pod computes in one step")
     max_running: int = Field(256, ge=1, description="requests that a pod runs at the same time")
     gateways: int = Field(1, ge=1, le=64, description="gateways that take requests in turn; each sees only its own")
     sessions: int = Field(1000, ge=1, le=10_000_000, description="sessions per run, at most; in a sweep, at least")
-    seeds: list[int] = Field(
+    rounds: int = Field(
+        1,
+        ge=1,
+        le=10_000,
+        description="every arm runs once per round, with the seed after that of the round before; with a data set, each"
+        " round plays the next --sessions, if there are more",
+    )
+    events: list[str] = Field(
         [],
-        description="every arm runs once per seed, comma-separated; with a data set, each seed plays the next"
-        " --sessions, if there are more; none: only --seed",
+        description="pods that die, join or change their speed to a share of the profile's, and when, in seconds of the"
+        " run, comma-separated: pod-3@20=die,pod-9@30=join,pod-2@10=0.5",
     )
-    die: list[str] = Field([], description="pods that die, and when, in seconds of the run: pod-3@20,pod-4@30")
-    join: list[str] = Field([], description="pods that join, and when: pod-9@30")
-    slow: list[str] = Field([], description="pods whose speed changes, when, and to what share: pod-2@10=0.5")
-    sweep: Literal["off", "rate"] = Field("off", description="rate: increasing load, each arm up to its knee")
     rates: list[float] = Field(
-        [], description="requests per second to try (--sweep rate); none: --start-rate doubled, then bisected"
+        [], description="a sweep: increasing load, each arm up to its knee, over these requests per second"
     )
-    start_rate: float = Field(8.0, gt=0, allow_inf_nan=False, description="first rate of a sweep, requests per second")
+    start_rate: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="a sweep whose first rate this is, requests per second; it is doubled, then bisected; none: no"
+        " sweep, unless --rates lists its steps",
+    )
     precision: float = Field(
         0.15, gt=0, le=1, description="relative gap between knee and saturation at which the search ends"
     )
@@ -95,13 +107,6 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         if len(set(arms)) < len(arms):
             raise ValueError("must name each arm once")
         return arms
-
-    @field_validator("seeds")
-    @classmethod
-    def _check_seeds(cls, seeds: list[int]) -> list[int]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("must name each seed once")
-        return seeds
 
     @field_validator("rates")
     @classmethod
@@ -122,17 +127,22 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
 
     def _check_sweep(self) -> None:
         given = self.model_fields_set
-        if self.sweep == "off":
+        if not self.is_sweep:
             if wrong := [name for name in SWEEP_ONLY if name in given]:
-                raise ValueError(f"{_dashed(wrong[0])} needs --sweep rate")
+                raise ValueError(f"{_dashed(wrong[0])} is for a sweep: give --start-rate or --rates")
             return
-        if self.baseline:
-            raise ValueError("--baseline does not go with --sweep rate: each arm has a curve of its own")
-        if wrong := sorted((set(ArrivalSettings.model_fields) | {"seeds"}) & given):
-            raise ValueError(f"{_dashed(wrong[0])} does not go with --sweep rate: arrivals are Poisson at each rate")
-        check_rate(max(self.rates, default=self.start_rate), self.point_s)
         if self.rates and (wrong := [name for name in ("start_rate", "precision") if name in given]):
             raise ValueError(f"--rates and {_dashed(wrong[0])} exclude each other: listed rates are all that is tried")
+        if self.baseline:
+            raise ValueError("--baseline does not go with a sweep: each arm has a curve of its own")
+        if wrong := sorted((set(ArrivalSettings.model_fields) | {"rounds"}) & given):
+            raise ValueError(f"{_dashed(wrong[0])} does not go with a sweep: arrivals are Poisson at each rate")
+        check_rate(max(self.rates, default=self.start_rate or 0.0), self.point_s)
+
+    @property
+    def is_sweep(self) -> bool:
+        """Return whether the load increases from step to step."""
+        return bool(self.rates) or self.start_rate is not None
 
     def fleet(self) -> FleetSpec:
         """Return the pods and the events of the fleet. Raises ValueError."""
@@ -140,12 +150,10 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
             self.pods,
             self.profile,
             kv_tokens=self.kv_tokens,
-            block_size=self.block_size,
             max_step_tokens=self.max_step_tokens,
             max_running=self.max_running,
         )
-        faults = faults_of(self.die, self.join, self.slow, pods)
-        return FleetSpec(pods, faults)
+        return FleetSpec(pods, events_of(self.events, pods))
 
     def chosen_baseline(self) -> str:
         """Return the arm that the others are compared with."""
@@ -153,7 +161,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
 
     def chosen_seeds(self) -> list[int]:
         """Return the seeds, one for each requested round."""
-        return self.seeds or [self.seed]
+        return [self.seed + number for number in range(self.rounds)]
 
     def scenarios(self) -> list[Scenario]:
         """Return the rounds: one for each seed, but at most as many as a data set has different sessions for.
@@ -188,7 +196,7 @@ class SimulateSettings(WorkloadSettings, ArrivalSettings, OutputSettings):
         return {name: storable(value) for name, value in given.items() if value is not None and name != "config"}
 
     def _arrivals_for(self, workload: Workload) -> ArrivalSpec:
-        if self.sweep == "rate":
+        if self.is_sweep:
             return ArrivalSpec(ArrivalKind.POISSON)
         has_times = workload.session(0).start_s is not None
         if has_times and not set(ArrivalSettings.model_fields) & self.model_fields_set:
@@ -208,8 +216,8 @@ def run(argv: Sequence[str]) -> int:
     shown, baseline = settings.configuration(), settings.chosen_baseline()
     try:
         with open_progress() as progress:
-            if settings.sweep == "rate":
-                sweep = RateSweep(settings.rates, settings.start_rate, settings.precision, settings.point_s)
+            if settings.is_sweep:
+                sweep = RateSweep(settings.rates, settings.start_rate or 1.0, settings.precision, settings.point_s)
                 result = simulate_sweep(scenarios[0], settings.arms, sweep, shown, progress)
             else:
                 asked = len(settings.chosen_seeds())

@@ -1,4 +1,4 @@
-"""`--sweep rate`: each arm at increasing rates, up to the knee of its curve."""
+"""A sweep over rates: each arm at increasing rates, up to the knee of its curve."""
 
 from __future__ import annotations
 

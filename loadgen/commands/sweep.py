@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.common.settings import ConfigError, group, load_or_exit
 from loadgen.commands.argv import joined
 from loadgen.commands.finish import check_writable, drive, report
-from loadgen.commands.removed import REMOVED
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.commands.server_settings import LISTS, ServerSettings
 from loadgen.load.arrivals import ArrivalKind
 from loadgen.load.player import take_cancellation
@@ -44,6 +44,7 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     """
 
     removed = REMOVED
+    removed_in = REMOVED_IN
 
     policies: list[str] = Field(
         [],
@@ -66,7 +67,6 @@ class SweepSettings(OutputSettings, WorkloadSettings, ServerSettings):
     point_s: float = Field(
         20.0, gt=0, allow_inf_nan=False, description="least time over which a step's requests are due, seconds"
     )
-    confirm: bool = Field(True, description="run a saturated step a second time; off for a quick look")
     max_time: float = Field(
         1800.0, gt=0, description="seconds; except for the first, no step starts that would end later"
     )
@@ -127,7 +127,6 @@ def plan(settings: SweepSettings) -> SweepPlan:
         precision=settings.precision,
         prompts=settings.num_prompts,
         point_s=settings.point_s,
-        is_confirmed=settings.confirm,
         max_time_s=settings.max_time,
         time_limit_s=settings.time_limit_s,
         max_in_flight=settings.max_concurrency,

@@ -55,5 +55,5 @@ def _nothing_sent(result: Result, folder: Path) -> str:
         return f"no request completed ({', '.join(failures)}); the logs of engines and gateway in {folder} say why"
     return (
         "no request was sent before the time was up: this machine is too slow or too busy for these settings. Close "
-        "other programs, or give the demo more time with --total-s, or less to do with --pods 2"
+        "other programs, or give the demo more time with --max-time, or less to do with --pods 2"
     )

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 
 from engine.common.settings import Settings, group
 from loadgen.commands.compare import CompareSettings, make_plan
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 from loadgen.demo.children import Children
 from loadgen.demo.sizing import Pace, measure_pace
 from loadgen.demo.stack import EngineKind, GatewayUrls, StackSpec, Steps, cpu_engines, scratch_folder, start_stack
@@ -35,22 +36,24 @@ REPORT_S = 15.0
 """Time reserved for stopping the children and drawing the plots."""
 DRAIN_S = 6.0
 """Time of a block besides that of its arrivals: two more turns with their pauses, and the reset before the block."""
+BLOCK_S = 28.0
+"""Time of arrivals in each of the two blocks of an arm, or less if `max_time` requires it."""
 MIN_WINDOW_S, MIN_SESSIONS = 5.0, 6
 SLACK = 1.15
 """A block is cut off once it has taken this many times its share of the time. So the demo ends by about
-1.15 * total_s."""
+1.15 * max_time."""
 
 
 @group("Demo")
 class StackSettings(Settings):
-    """Settings of every demo that starts its own Redis, engines and gateway."""
+    """Settings of every demo that starts its own Redis, unless REDIS_URL names one, and engines and gateway."""
+
+    removed = REMOVED
+    removed_in = REMOVED_IN
 
     config: str | None = Field(None, description="YAML file with any of these settings")
     seed: int = Field(1, description="decides prompts and schedule")
     policies: list[str] = Field(POLICIES, description="routing policies to compare, comma-separated, one arm each")
-    redis_url: str | None = Field(
-        None, description="Redis to use, also from REDIS_URL; none: a private server, started and stopped by the demo"
-    )
 
     @field_validator("policies")
     @classmethod
@@ -67,31 +70,25 @@ class DemoSettings(StackSettings):
 
     out: str = Field("out/demo", description="folder for report.html, result.json and logs/")
     pods: int = Field(4, ge=1, le=64, description="engine processes")
-    pool_tokens: int = Field(
-        8000,
-        ge=256,
-        description="KV pool of each engine in tokens; 8,000 hold about half of the 8 system prompts",
+    kv_tokens: int = Field(
+        8000, ge=256, description="tokens of KV that an engine holds; 8,000 hold about half of the 8 system prompts"
     )
-    block_s: float = Field(
-        28.0, gt=0, description="seconds of arrivals in each of the two blocks of an arm; less if total_s requires it"
-    )
-    total_s: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
+    max_time: float = Field(300.0, gt=0, description="seconds the whole demo is planned to take")
 
 
 async def demo(settings: DemoSettings, folder: Path, progress: Progress) -> Result:
     """Return the comparison's result. Raises ChildDied, ServerUnusable."""
-    engines = cpu_engines(settings.pool_tokens)
+    engines = cpu_engines(settings.kv_tokens)
 
     async def measure(gateway: GatewayUrls, steps: Steps) -> Result:
         return await _measure(settings, gateway, steps, progress)
 
-    return await on_stack(engines, settings.pods, settings.redis_url, folder, progress, measure)
+    return await on_stack(engines, settings.pods, folder, progress, measure)
 
 
 async def on_stack(
     engines: EngineKind,
     pods: int,
-    redis_url: str | None,
     folder: Path,
     progress: Progress,
     measure: Callable[[GatewayUrls, Steps], Coroutine[Any, Any, Result]],
@@ -100,7 +97,7 @@ async def on_stack(
     steps = Steps(progress.note)
     steps.say(f"logs of the child processes: {folder / 'logs'}")
     with scratch_folder() as scratch, Children(folder / "logs") as children:
-        redis_url = redis_url or os.environ.get("REDIS_URL") or None
+        redis_url = os.environ.get("REDIS_URL") or None
         gateway = await start_stack(StackSpec(pods, engines, redis_url, scratch), children, steps)
         result = await children.guard(measure(gateway, steps))
         steps.say("stopping the children")
@@ -148,7 +145,7 @@ def _sized(
 ) -> CompareSettings:
     """Return the settings with the rate that the machine bears, and with as many sessions as the time allows."""
     rate = round(pace.session_rate(turns), 3)
-    amount = amount_within(settings.total_s - elapsed_s, len(settings.policies), settings.block_s, rate)
+    amount = amount_within(settings.max_time - elapsed_s, len(settings.policies), BLOCK_S, rate)
     return CompareSettings.model_validate({**given, **amount, "tokens_per_word": tokens_per_word})
 
 
@@ -170,7 +167,7 @@ def cpu_cores() -> str:
 
 def _facts(settings: DemoSettings, pace: Pace) -> dict[str, str]:
     return {
-        "pods": f"{settings.pods} engines on CPU, 1 thread and {settings.pool_tokens:,} tokens of KV pool each",
+        "pods": f"{settings.pods} engines on CPU, 1 thread and {settings.kv_tokens:,} tokens of KV pool each",
         "CPU cores": cpu_cores(),
         "uncached system prompt": f"{pace.alone_s:.2f} s on an idle pod, {pace.cold_s:.2f} s each when all pods work",
         "load": "session rate derived from these times so that round robin keeps the machine about three quarters busy",

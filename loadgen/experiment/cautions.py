@@ -12,7 +12,7 @@ from loadgen.result.model import Arm, Summary
 
 MANY_DUPLICATES = 0.01
 """The report mentions duplicates if more than this share of the requests send a prompt that was sent before."""
-_MORE_SESSIONS = "Fewer --sessions make more rounds, unless --reuse-prompts sends one pool in all of them."
+_MORE_SESSIONS = "Fewer --sessions make more rounds."
 
 
 def cautions(arms: Sequence[Arm], contrasts: Contrasts, baseline: str, rounds: int) -> tuple[str, ...]:
@@ -43,11 +43,11 @@ def repeated(distinct: int | None, rounds: int) -> tuple[str, ...]:
 
 
 def unplayed(played: int, asked: int) -> tuple[str, ...]:
-    """Warn if --seeds asks for more rounds than a data set has sessions for."""
+    """Warn if --rounds asks for more rounds than a data set has sessions for."""
     if played >= asked:
         return ()
     return (
-        f"The data set has sessions for {played} of the {asked} rounds that --seeds asks for. The others were not"
+        f"The data set has sessions for {played} of the {asked} rounds that --rounds asks for. The others were not"
         f" played: the same sessions again would narrow the intervals without new information. {_MORE_SESSIONS}",
     )
 

@@ -142,13 +142,12 @@ def _ramp_time_s(spec: ArrivalSpec, due: float) -> float:
 
 
 _OWNED: tuple[tuple[str, frozenset[str]], ...] = (
-    ("session_rate", frozenset({"poisson", "gamma", "constant", "burst"})),
-    ("request_rate", frozenset({"poisson", "gamma", "constant", "burst"})),
+    ("session_rate", frozenset({"poisson", "gamma", "constant", "burst", "users"})),
+    ("request_rate", frozenset({"poisson", "gamma", "constant", "burst", "users"})),
     ("burstiness", frozenset({"gamma", "ramp"})),
     ("burst_size", frozenset({"burst"})),
     ("concurrency", frozenset({"closed"})),
     ("num_users", frozenset({"users"})),
-    ("user_gap_s", frozenset({"users"})),
     ("ramp_up_strategy", frozenset({"ramp"})),
     ("ramp_up_start_rps", frozenset({"ramp"})),
     ("ramp_up_end_rps", frozenset({"ramp"})),
@@ -185,8 +184,9 @@ class ArrivalSettings(Settings):
     )
     burst_size: int = Field(10, ge=1, description="sessions at the same instant (burst)")
     concurrency: int = Field(8, ge=1, description="sessions at a time (closed)")
-    num_users: int = Field(10, ge=1, le=1_000_000, description="users who begin one session after another (users)")
-    user_gap_s: float = Field(10.0, gt=0, description="seconds between the beginnings of a user's sessions (users)")
+    num_users: int = Field(
+        10, ge=1, le=1_000_000, description="users who begin sessions at equal intervals, together at the rate (users)"
+    )
     ramp_up_strategy: RampStrategy = Field("linear", description="how the rate changes (ramp)")
     ramp_up_start_rps: float = Field(1.0, ge=0, description="requests per second at the beginning (ramp)")
     ramp_up_end_rps: float = Field(10.0, gt=0, description="requests per second at the end, kept afterwards (ramp)")
@@ -202,19 +202,20 @@ class ArrivalSettings(Settings):
             raise ValueError("--session-rate and --request-rate exclude each other: give one of them")
         if self.ramp_up_strategy == "exponential" and self.ramp_up_start_rps == 0:
             raise ValueError("--ramp-up-start-rps must be above 0 for --ramp-up-strategy exponential")
-        for name in ("user_gap_s", "ramp_up_start_rps", "ramp_up_end_rps", "ramp_s"):
+        for name in ("ramp_up_start_rps", "ramp_up_end_rps", "ramp_s"):
             if math.isinf(getattr(self, name)):
                 raise ValueError(f"{_dashed(name)} must be finite")
+        if kind == ArrivalKind.USERS and math.isinf(self._rate(1.0)):
+            raise ValueError(
+                "--arrival users needs a finite --session-rate or --request-rate, that of all users together"
+            )
         return self
 
     def arrivals(self, turns_per_session: float = 1.0) -> ArrivalSpec:
         """Return the process. The mean number of turns converts rates of requests into rates of sessions."""
-        kind = ArrivalKind(self._kind())
-        rate = self.session_rate
-        if self.request_rate is not None and "session_rate" not in self.model_fields_set:
-            rate = self.request_rate / turns_per_session
+        rate = self._rate(turns_per_session)
         return ArrivalSpec(
-            kind,
+            ArrivalKind(self._kind()),
             rate,
             burst_size=self.burst_size,
             concurrency=self.concurrency,
@@ -224,8 +225,14 @@ class ArrivalSettings(Settings):
             ramp_end=self.ramp_up_end_rps / turns_per_session,
             ramp_s=self.ramp_s,
             num_users=self.num_users,
-            user_gap_s=self.user_gap_s,
+            user_gap_s=self.num_users / rate,
         )
+
+    def _rate(self, turns_per_session: float) -> float:
+        """Return the sessions per second."""
+        if self.request_rate is not None and "session_rate" not in self.model_fields_set:
+            return self.request_rate / turns_per_session
+        return self.session_rate
 
     def _kind(self) -> str:
         given = self.model_fields_set

@@ -203,14 +203,6 @@ class Client:
             raise ServerUnusable(f"{self.target.origin}{path} answered HTTP {status}: {_words(body)}")
         return body.decode(errors="replace")
 
-    async def warm_connections(self, count: int) -> None:
-        """Open `count` connections now. Requests of the next 30 s can use them. Raises ServerUnusable."""
-        try:
-            async with asyncio.timeout(self.target.timeout_s):
-                await asyncio.gather(*(self._pool.open_ahead() for _ in range(count)))
-        except (OSError, TimeoutError) as error:
-            raise ServerUnusable(f"{self.target.origin}: {type(error).__name__} {error}".strip()) from None
-
     async def reset_prefix_cache(self) -> str | None:
         """Empty the cache of every pod. Return None if this worked, else why the server refused.
 

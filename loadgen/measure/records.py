@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import struct
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,14 +323,6 @@ def _last_token_s(record: RequestRecord) -> float | None:
 
 def _since(start_s: float, at_s: float | None) -> float:
     return float("nan") if at_s is None else at_s - start_s
-
-
-def records_of(records: Iterable[RequestRecord], start_s: float = 0.0, *, keep_gaps: bool = True) -> Records:
-    """Return the columns of the given records, for tests and small tools."""
-    with RecordLog(start_s, keep_gaps=keep_gaps) as log:
-        for record in records:
-            log.add(record)
-        return log.finish()
 
 
 def _records(rows_in: IO[bytes], gaps_in: IO[bytes], keys_in: IO[bytes], tables: dict[str, Any]) -> Records:

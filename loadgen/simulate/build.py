@@ -9,6 +9,8 @@ from engine.backend.profiles import PROFILES
 from loadgen.simulate.pods.pod import PodSpec
 
 PROFILE_NAMES = tuple(PROFILES)
+BLOCK_TOKENS = 16
+"""Tokens of a KV block, as in vLLM by default."""
 MAX_BLOCKS = 100_000_000
 """Limit of the blocks of all pods together. Each block takes about 50 bytes, even if it is empty."""
 
@@ -18,25 +20,22 @@ def emulated_pods(
     profile: str = "h100-8b",
     *,
     kv_tokens: int | None = None,
-    block_size: int = 16,
     max_step_tokens: int = 2048,
     max_running: int = 256,
 ) -> tuple[PodSpec, ...]:
     """Return pod-0 and so on; `profile` is a built-in name or a YAML file's path. Raises ValueError, which says why."""
     found = load_profile(profile)
     held = kv_tokens or found.kv_tokens
-    if held < block_size:
-        raise ValueError(f"{held} tokens of KV are less than a block of {block_size}")
-    if count * held // block_size > MAX_BLOCKS:
+    if count * held // BLOCK_TOKENS > MAX_BLOCKS:
         raise ValueError(
-            f"{count} pods of {held:,} tokens of KV in blocks of {block_size} are more than {MAX_BLOCKS:,} blocks:"
-            " give fewer tokens or larger blocks"
+            f"{count} pods of {held:,} tokens of KV in blocks of {BLOCK_TOKENS} are more than {MAX_BLOCKS:,} blocks:"
+            " give fewer tokens"
         )
     return tuple(
         PodSpec(
             f"pod-{number}",
             found,
-            block_size=block_size,
+            block_size=BLOCK_TOKENS,
             kv_tokens=held,
             max_step_tokens=max_step_tokens,
             max_running=max_running,

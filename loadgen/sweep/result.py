@@ -92,7 +92,7 @@ def _cautions(sweep: Sweep, arms: list[Arm]) -> tuple[str, ...]:
     without = [curve.arm.spec.name for curve in sweep.curves if not curve.points]
     if without:
         lines.append(f"No step of {', '.join(without)} fitted into --max-time.")
-    if not sweep.plan.is_confirmed or sweep.is_unconfirmed:
+    if sweep.is_unconfirmed:
         lines.append("A saturated step ran only once: a stall of the machine would look the same.")
     return (*lines, *(note for curve in sweep.curves for note in curve.arm.notes))
 

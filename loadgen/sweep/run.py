@@ -61,8 +61,6 @@ class SweepPlan:
     max_time_s: float
     time_limit_s: float
     """Longest duration of one step."""
-    """Whether a saturated step runs a second time and counts only if both runs saturate."""
-    is_confirmed: bool = True
     max_in_flight: int | None = None
 
 
@@ -145,9 +143,9 @@ class Sweep:
             return  # the steps before it are whole, and it is not
         if self.is_interrupted:
             why = ""
-        elif why and self.plan.is_confirmed and not self._fits(step):
+        elif why and not self._fits(step):
             self.is_unconfirmed = True
-        elif why and self.plan.is_confirmed:
+        elif why:  # it counts only if a second run saturates, too
             again, still = await self._play(curve, step)
             if not still and not self.is_interrupted:
                 played, why = again, ""

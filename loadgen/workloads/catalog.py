@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from engine.common.settings import Settings, group
 from loadgen.workloads.base import Workload
-from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag_help, kinds_with
+from loadgen.workloads.kinds import CONTROLS, KINDS, NAMES, canonical_name, flag_help, kinds_with, range_of
 from loadgen.workloads.rag import RagOrder
-from loadgen.workloads.wrappers import Recycled, Sized, with_pressure
+from loadgen.workloads.wrappers import Sized, with_pressure
 
 __all__ = ["CONTROLS", "NAMES", "WorkloadSettings", "build_workload", "distinct_rounds"]
 
@@ -23,6 +23,21 @@ def workload_help() -> str:
     return "; ".join([f"one of {', '.join(NAMES)}", *(f"{name}: {about}" for name, about in NAMES.items())])
 
 
+def _checked_range(text: str) -> str:
+    _, high = range_of(text)
+    if high > LARGEST:
+        raise ValueError(f"{high} is above {LARGEST:,}")
+    return text
+
+
+def _as_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Range = Annotated[str, BeforeValidator(_as_text), AfterValidator(_checked_range)]
+"""Whole numbers from the first to the second, such as 20-60; one number alone is both."""
+
+
 def _flag(name: str, text: str, **limits: Any) -> Any:
     return Field(None, description=flag_help(name, text), **limits)
 
@@ -33,9 +48,6 @@ class WorkloadSettings(Settings):
 
     workload: str = Field("tenants", description=workload_help())
     seed: int = Field(1, description="decides prompts and schedule; the same seed sends the same")
-    reuse_prompts: int = Field(
-        0, ge=0, description="sessions of a fixed pool that is sent repeatedly; 0: every prompt is unique"
-    )
     cache_pressure: float | None = Field(
         None,
         gt=0,
@@ -48,26 +60,17 @@ class WorkloadSettings(Settings):
 
     tenants: int | None = _flag("tenants", "system prompts", ge=1, le=100_000)
     zipf: float | None = _flag("zipf", "item i has popularity i ** -zipf; 0: all alike", ge=0, le=5)
-    system_tokens_min: int | None = _flag("system_tokens_min", "shortest system prompt, tokens", ge=1)
-    system_tokens_max: int | None = _flag("system_tokens_max", "longest system prompt, tokens", ge=1)
-    question_tokens_min: int | None = _flag("question_tokens_min", "shortest user turn, tokens", ge=1)
-    question_tokens_max: int | None = _flag("question_tokens_max", "longest user turn, tokens", ge=1)
-    prompt_tokens_min: int | None = _flag("prompt_tokens_min", "shortest unique prompt, tokens", ge=1)
-    prompt_tokens_max: int | None = _flag("prompt_tokens_max", "longest unique prompt, tokens", ge=1)
-    turns_min: int | None = _flag("turns_min", "fewest turns of a session", ge=1)
-    turns_max: int | None = _flag("turns_max", "most turns of a session", ge=1)
-    think_s: float | None = _flag("think_s", "mean seconds between an answer and the next question", ge=0)
+    system_tokens: Range | None = _flag("system_tokens", "shortest and longest system prompt, tokens")
+    question_tokens: Range | None = _flag("question_tokens", "shortest and longest user turn, tokens")
+    prompt_tokens: Range | None = _flag("prompt_tokens", "shortest and longest unique prompt, tokens")
+    turns: Range | None = _flag("turns", "fewest and most turns of a session")
+    think_s: float | None = _flag(
+        "think_s", "mean seconds between an answer and the next turn, as while a tool runs", ge=0
+    )
     output_tokens: int | None = _flag("output_tokens", "length of the requested answer, tokens", ge=1)
-    unique_share: float | None = _flag("unique_share", "share of sessions with nothing shared, 0 to 1", ge=0, le=1)
     regenerate_share: float | None = _flag("regenerate_share", "probability that an answer is regenerated", ge=0, le=1)
     edit_share: float | None = _flag("edit_share", "probability that a question is edited", ge=0, le=1)
-    branch_after_s: float | None = _flag("branch_after_s", "seconds until a question is regenerated or edited", ge=0)
-
-    shared_tokens: int | None = _flag("shared_tokens", "instructions that all agents share, tokens", ge=1)
-    task_tokens: int | None = _flag("task_tokens", "an agent's task, tokens", ge=1)
-    agent_turns: int | None = _flag("agent_turns", "mean number of requests of an agent", ge=1, le=10_000)
     result_tokens: int | None = _flag("result_tokens", "mean length of a tool's result, tokens", ge=1)
-    tool_s: float | None = _flag("tool_s", "mean seconds that a tool takes", ge=0)
 
     documents: int | None = _flag("documents", "number of documents", ge=1, le=100_000)
     document_tokens: int | None = _flag("document_tokens", "size of a document, tokens", ge=1)
@@ -75,30 +78,18 @@ class WorkloadSettings(Settings):
     rag_order: RagOrder | None = _flag(
         "rag_order", "documents of a prompt: as a fixed list, shuffled, or sorted by number"
     )
-    instruction_tokens: int | None = _flag("instruction_tokens", "shared instructions, tokens", ge=1)
+    instruction_tokens: int | None = _flag("instruction_tokens", "instructions that all requests share, tokens", ge=1)
     templates: int | None = _flag("templates", "blocks of examples", ge=1, le=100_000)
     examples: int | None = _flag("examples", "examples in a block", ge=1, le=1000)
-    example_tokens: int | None = _flag("example_tokens", "size of an example, tokens", ge=1)
     batch_size: int | None = _flag("batch_size", "items of a job", ge=1)
-    item_tokens_min: int | None = _flag("item_tokens_min", "smallest item, tokens", ge=1)
-    item_tokens_max: int | None = _flag("item_tokens_max", "largest item, tokens", ge=1)
     repositories: int | None = _flag("repositories", "repositories with a context each", ge=1, le=100_000)
     repository_tokens: int | None = _flag("repository_tokens", "context of a repository, tokens", ge=1)
-    file_tokens_min: int | None = _flag("file_tokens_min", "smallest file at the session's start, tokens", ge=1)
-    file_tokens_max: int | None = _flag("file_tokens_max", "largest file at the session's start, tokens", ge=1)
-    typed_tokens: int | None = _flag("typed_tokens", "growth of the file between requests, tokens", ge=0)
-    after_cursor_tokens: int | None = _flag("after_cursor_tokens", "code below the cursor, tokens", ge=1)
 
     gsp_num_groups: int | None = _flag("gsp_num_groups", "system prompts", ge=1)
     gsp_prompts_per_group: int | None = _flag("gsp_prompts_per_group", "prompts per group", ge=1)
     gsp_system_prompt_len: int | None = _flag("gsp_system_prompt_len", "system prompt, tokens", ge=1)
     gsp_question_len: int | None = _flag("gsp_question_len", "question, tokens", ge=1)
     gsp_output_len: int | None = _flag("gsp_output_len", "answer, tokens", ge=1)
-    gsp_range_ratio: float | None = _flag(
-        "gsp_range_ratio", "lengths are uniform between this share of the given length and all of it", ge=0, le=1
-    )
-    gsp_num_turns: int | None = _flag("gsp_num_turns", "turns of each prompt", ge=1)
-    gsp_ordered: bool | None = _flag("gsp_ordered", "group after group, not shuffled")
     prefix_repetition_prefix_len: int | None = _flag("prefix_repetition_prefix_len", "prefix, tokens", ge=1)
     prefix_repetition_suffix_len: int | None = _flag("prefix_repetition_suffix_len", "unique suffix, tokens", ge=1)
     prefix_repetition_num_prefixes: int | None = _flag("prefix_repetition_num_prefixes", "prefixes", ge=1)
@@ -111,7 +102,6 @@ class WorkloadSettings(Settings):
     random_prefix_len: int | None = _flag("random_prefix_len", "prefix shared by all, tokens", ge=0)
 
     dataset_path: str | None = _flag("dataset_path", "file to read, plain or gzipped")
-    dataset_limit: int | None = _flag("dataset_limit", "records to take from the file's beginning; 0: all", ge=0)
     sharegpt_output_len: int | None = _flag("sharegpt_output_len", "length of answers, tokens; 0: as recorded", ge=0)
     jitter_bucket: bool | None = _flag("jitter_bucket", "spread requests with equal times up to the next time")
     speedup: float | None = _flag("speedup", "factor by which the trace is played faster", gt=0)
@@ -146,10 +136,6 @@ class WorkloadSettings(Settings):
             if isinstance(value, int | float) and not value <= LARGEST:
                 raise ValueError(f"{_dashed(name)} {value:g} is above {LARGEST:,}")
         values = {**KINDS[self.workload].flags, **self.shape()}
-        for name in values:
-            high = f"{name.removesuffix('_min')}_max"
-            if name.endswith("_min") and values[name] > values[high]:
-                raise ValueError(f"{_dashed(name)} {values[name]} is above {_dashed(high)} {values[high]}: give both")
         if values.get("regenerate_share", 0) + values.get("edit_share", 0) > 1:
             raise ValueError("--regenerate-share and --edit-share together are above 1")
 
@@ -173,10 +159,6 @@ def build_workload(settings: WorkloadSettings) -> Workload:
     if settings.cache_pressure is not None and settings.cluster_kv_tokens is not None:
         sized = with_pressure(workload, settings.cache_pressure, settings.cluster_kv_tokens)
         workload = Sized(sized, settings.cluster_kv_tokens)
-    if settings.reuse_prompts:
-        length = workload.length
-        pool = settings.reuse_prompts if length is None else min(settings.reuse_prompts, length)
-        workload = Recycled(workload, pool)
     built: Workload = workload
     return built
 
@@ -185,8 +167,7 @@ def distinct_rounds(settings: WorkloadSettings, workload: Workload, sessions: in
     """Return how many rounds of `sessions` (0: all) a data set has without repeats; None: no data set."""
     if not KINDS[settings.workload].reads_file:
         return None
-    if workload.length is None:  # one pool of --reuse-prompts, whatever the seed
-        return 1
+    assert workload.length is not None
     return max(1, workload.length // (sessions or workload.length))
 
 

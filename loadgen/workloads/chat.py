@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
+from loadgen.workloads.draws import checked, rng_of, whole_between
+from loadgen.workloads.endless import Popular
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(Popular):
     """Multi-tenant chat: each turn follows the real answer before it. Questions are unique by their keys."""
 
     name: str = "tenants"
@@ -39,17 +39,9 @@ class Chat:
     branch_after_s: float = 10.0
     """Seconds from the earliest send time of a question to its regeneration or edit. Meanwhile the user reads the
     answer."""
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "tenants"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.tenants, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
+    constants: ClassVar[tuple[str, ...]] = ("unique_share", "branch_after_s")
 
     @property
     def unit_tokens(self) -> float:
@@ -67,10 +59,6 @@ class Chat:
         tokens = whole_between(self.system_tokens_min, self.system_tokens_max, self.seed, "tenant", tenant)
         system = ChatMessage("system", (Piece(f"t{self.seed}-{tenant + 1}", tokens),))
         return Session(number, f"tenant {tenant + 1}", self._turns(rng, number, system))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
 
     def _turns(self, rng: random.Random, number: int, system: ChatMessage) -> tuple[Turn, ...]:
         turns: list[Turn] = []

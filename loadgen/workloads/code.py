@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of
+from loadgen.workloads.draws import checked, rng_of
+from loadgen.workloads.endless import Popular
+
+FILE_TOKENS = (200, 1200)
+"""Shortest and longest file at the beginning of a session, tokens."""
+TYPED_TOKENS = 40
+"""Growth of the file from one request to the next."""
+BELOW_CURSOR_TOKENS = 60
+"""Code below the cursor. It changes as the cursor moves, so no two requests have the same code there."""
 
 
 @dataclass(frozen=True, slots=True)
-class CodeCompletion:
+class CodeCompletion(Popular):
     """A session is one file being typed: each request has the repository, the file up to the cursor, and the text below
     the cursor.
 
@@ -24,29 +31,13 @@ class CodeCompletion:
     zipf: float = 0.8
     repository_tokens: int = 3000
     """Context of a repository, the same for all its sessions."""
-    file_tokens_min: int = 200
-    file_tokens_max: int = 1200
-    """Longest file at the beginning of a session."""
-    typed_tokens: int = 40
-    """Growth of the file from one request to the next."""
-    after_cursor_tokens: int = 60
-    """Code below the cursor. It changes as the cursor moves, so no two requests have the same code there."""
     turns_min: int = 4
     turns_max: int = 12
     think_s: float = 1.0
     """Mean of the exponentially distributed time between a session's requests."""
     output_tokens: int = 32
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "repositories"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.repositories, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
 
     @property
     def unit_tokens(self) -> float:
@@ -58,16 +49,12 @@ class CodeCompletion:
         rng = rng_of(self.seed, "session", checked(number, None))
         repository = self._popularity.draw(rng)
         context = ChatMessage("system", (Piece(f"r{self.seed}-{repository + 1}", self.repository_tokens, "code"),))
-        file_tokens = rng.randint(self.file_tokens_min, self.file_tokens_max)
+        file_tokens = rng.randint(*FILE_TOKENS)
         turns: list[Turn] = []
         at_s = 0.0
         for step in range(rng.randint(self.turns_min, self.turns_max)):
             at_s += rng.expovariate(1 / self.think_s) if step and self.think_s else 0.0
-            typed = Piece(f"f{self.seed}-{number}", file_tokens + step * self.typed_tokens, "code")
-            below = Piece(f"b{self.seed}-{number}.{step}", self.after_cursor_tokens, "code")
+            typed = Piece(f"f{self.seed}-{number}", file_tokens + step * TYPED_TOKENS, "code")
+            below = Piece(f"b{self.seed}-{number}.{step}", BELOW_CURSOR_TOKENS, "code")
             turns.append(Turn((context, ChatMessage("user", (typed, below))), self.output_tokens, -1, at_s))
         return Session(number, f"repository {repository + 1}", tuple(turns))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)

@@ -74,37 +74,34 @@ class TextDataset:
 
 
 def load_sharegpt(
-    dataset_path: Path, *, dataset_limit: int = 0, turns_max: int = 100, sharegpt_output_len: int = 0
+    dataset_path: Path, *, turns_min: int = 1, turns_max: int = 100, sharegpt_output_len: int = 0
 ) -> TextDataset:
     """Load ShareGPT: `conversations` of {from, value}, as one JSON array or JSON lines. Raises DatasetError.
 
     A turn is what the user says before an answer. It requests as many tokens as the recorded answer has, estimated from
-    its characters, or `sharegpt_output_len`. Conversations without an answered question are left out.
+    its characters, or `sharegpt_output_len`. Conversations with fewer than `turns_min` answered questions are left out,
+    and what follows the first `turns_max`.
     """
     kept: list[tuple[TextRequest, ...]] = []
     left_out = 0
     for entry in json_entries(dataset_path):
-        if turns := tuple(islice(_answered(entry, sharegpt_output_len), turns_max)):
+        turns = tuple(islice(_answered(entry, sharegpt_output_len), turns_max))
+        if len(turns) >= turns_min:
             kept.append(turns)
         else:
             left_out += 1
-        if dataset_limit and len(kept) == dataset_limit:
-            break
-    notes = (("left out", f"{left_out:,} conversations without an answered question"),) if left_out else ()
+    few = "without an answered question" if turns_min == 1 else f"with fewer than {turns_min} answered questions"
+    notes = (("left out", f"{left_out:,} conversations {few}"),) if left_out else ()
     return TextDataset("sharegpt", str(dataset_path), _some(kept, dataset_path), notes)
 
 
-def load_custom(
-    dataset_path: Path, *, dataset_limit: int = 0, output_tokens: int = DEFAULT_OUTPUT_TOKENS
-) -> TextDataset:
+def load_custom(dataset_path: Path, *, output_tokens: int = DEFAULT_OUTPUT_TOKENS) -> TextDataset:
     """Load JSON lines with `prompt` (text) or `messages` (chat), and maybe the answer's length as one of `_LENGTHS`.
 
     Raises DatasetError.
     """
-    entries = islice(jsonl_entries(dataset_path), dataset_limit or None)
-    return TextDataset(
-        "custom", str(dataset_path), _some([(_prompt(e, output_tokens),) for e in entries], dataset_path)
-    )
+    conversations: list[tuple[TextRequest, ...]] = [(_prompt(e, output_tokens),) for e in jsonl_entries(dataset_path)]
+    return TextDataset("custom", str(dataset_path), _some(conversations, dataset_path))
 
 
 def _answered(entry: Entry, output_len: int) -> Iterator[TextRequest]:

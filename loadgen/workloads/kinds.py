@@ -22,6 +22,22 @@ from loadgen.workloads.traces import load_azure, load_bailian, load_burstgpt, lo
 Value = str | int | float | bool
 
 
+def range_text(low: int, high: int) -> str:
+    """Return a range as flags give it: `20-60`, or `20` if both ends are equal."""
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def range_of(text: str) -> tuple[int, int]:
+    """Return the ends of a range. Raises ValueError."""
+    low, dash, high = text.partition("-")
+    if not (low.isdecimal() and (high.isdecimal() or not dash)):
+        raise ValueError("must be a whole number, or two with a hyphen between them, such as 20-60")
+    ends = int(low), int(high or low)
+    if not 1 <= ends[0] <= ends[1]:
+        raise ValueError("must begin with at least 1 and end with at least that")
+    return ends
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadKind:
     """One entry of the catalog."""
@@ -36,13 +52,19 @@ class WorkloadKind:
     """Prefix of the flag for each parameter, such as 'gsp_'."""
 
     flags: Mapping[str, Any] = field(init=False)
-    """Names of the flags, with underscores, and their defaults; without `seed`, which all workloads have."""
+    """Names of the flags, with underscores, and their defaults; without `seed`, which all workloads have, and without
+    the `constants` of `make`. The parameters `x_min` and `x_max` are one flag `x`, a range."""
 
     def __post_init__(self) -> None:
+        parameters = inspect.signature(self.make).parameters
+        defaults = {name: self.preset.get(name, parameter.default) for name, parameter in parameters.items()}
+        left_out = ("name", "seed", *getattr(self.make, "constants", ()))
         flags: dict[str, Any] = {}
-        for name, parameter in inspect.signature(self.make).parameters.items():
-            if name not in ("name", "seed"):
-                default = self.preset.get(name, parameter.default)
+        for name, default in defaults.items():
+            if name.endswith("_min"):
+                shared = name.removesuffix("_min")
+                flags[shared] = range_text(default, defaults[f"{shared}_max"])
+            elif name not in left_out and not name.endswith("_max"):
                 flags[name if name.startswith("dataset_") else self.prefix + name] = default
         object.__setattr__(self, "flags", MappingProxyType(flags))
 
@@ -60,7 +82,11 @@ class WorkloadKind:
         """Return the workload built from the given flags. Raises DatasetError."""
         known = inspect.signature(self.make).parameters
         values: dict[str, Any] = dict(self.preset)
-        values |= {flag if flag in known else flag.removeprefix(self.prefix): value for flag, value in given.items()}
+        for flag, value in given.items():
+            if f"{flag}_min" in known:
+                values[f"{flag}_min"], values[f"{flag}_max"] = range_of(str(value))
+            else:
+                values[flag if flag in known else flag.removeprefix(self.prefix)] = value
         if "dataset_path" in values:
             values["dataset_path"] = Path(values["dataset_path"])
         values |= {key: value for key, value in (("name", name), ("seed", seed)) if key in known}
@@ -143,11 +169,12 @@ KINDS: Mapping[str, WorkloadKind] = MappingProxyType(
             "the same for laptops: growing to about 3k tokens",
             Agentic,
             {
-                "shared_tokens": 600,
+                "instruction_tokens": 600,
                 "task_tokens": 60,
-                "agent_turns": 12,
+                "turns_min": 6,
+                "turns_max": 18,
                 "result_tokens": 160,
-                "tool_s": 1.0,
+                "think_s": 1.0,
                 "output_tokens": 24,
             },
         ),

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
 from loadgen.workloads.draws import checked, facts, permuted, whole_between
+from loadgen.workloads.endless import Endless
 
 _ROUND = 16
 """Requests per prefix in one shuffled round of prefix-repetition."""
@@ -27,11 +28,9 @@ class GeneratedSharedPrefix:
     output_len: int = 256
     range_ratio: float = 1.0
     """Lengths are uniform between this share of the given length and all of it; 1: fixed."""
-    num_turns: int = 1
-    ordered: bool = False
-    """True: group after group; False: in random order."""
 
     units: ClassVar[str] = "num_groups"
+    constants: ClassVar[tuple[str, ...]] = ("range_ratio",)
 
     @property
     def length(self) -> int | None:
@@ -44,18 +43,13 @@ class GeneratedSharedPrefix:
         return self.system_prompt_len * (1 + self.range_ratio) / 2
 
     def session(self, number: int) -> Session:
-        """Return one prompt of a group, with its further turns."""
+        """Return one prompt of a group. Prompts of all groups are in random order."""
         size = self.num_groups * self.prompts_per_group
-        place = checked(number, size) if self.ordered else permuted(checked(number, size), size, self.seed)
-        group = place // self.prompts_per_group
+        group = permuted(checked(number, size), size, self.seed) // self.prompts_per_group
         system = self._piece(f"g{self.seed}-{group + 1}", self.system_prompt_len)
-        turns = []
-        for step in range(self.num_turns):
-            asked = self._piece(f"q{self.seed}-{number}.{step}", self.question_len)
-            pieces = (system, asked) if step == 0 else (asked,)
-            answer = self._drawn(self.output_len, f"a{number}.{step}")
-            turns.append(Turn((ChatMessage("user", pieces),), answer, step - 1))
-        return Session(number, f"group {group + 1}", tuple(turns))
+        asked = self._piece(f"q{self.seed}-{number}.0", self.question_len)
+        turn = Turn((ChatMessage("user", (system, asked)),), self._drawn(self.output_len, f"a{number}.0"))
+        return Session(number, f"group {group + 1}", (turn,))
 
     def about(self) -> Mapping[str, str]:
         """Return the settings, under SGLang's names."""
@@ -69,7 +63,7 @@ class GeneratedSharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixRepetition:
+class PrefixRepetition(Endless):
     """vLLM's prefix_repetition: some prefixes, each with the same number of unique suffixes, shuffled.
 
     vLLM shuffles the whole run. Here a round has 16 requests of each prefix and is shuffled by itself, so session i
@@ -86,11 +80,6 @@ class PrefixRepetition:
     units: ClassVar[str] = "num_prefixes"
 
     @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
-    @property
     def unit_tokens(self) -> float:
         """Return the tokens of a prefix."""
         return self.prefix_len
@@ -103,13 +92,9 @@ class PrefixRepetition:
         pieces = (Piece(f"p{self.seed}-{prefix}", self.prefix_len), Piece(f"u{self.seed}-{number}", self.suffix_len))
         return Session(number, f"prefix {prefix}", (Turn((ChatMessage("user", pieces),), self.output_len),))
 
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
-
 
 @dataclass(frozen=True, slots=True)
-class RandomLengths:
+class RandomLengths(Endless):
     """vLLM's random: unique prompts of varying length, after one shared prefix if there is one."""
 
     name: str = "random"
@@ -121,21 +106,12 @@ class RandomLengths:
     """r: lengths are uniform in [len (1 - r), len (1 + r)], as in vLLM."""
     prefix_len: int = 0
 
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
     def session(self, number: int) -> Session:
         """Return one prompt."""
         own = Piece(f"u{self.seed}-{checked(number, None)}", self._drawn(self.input_len, "input", number))
         shared = (Piece(f"p{self.seed}", self.prefix_len),) if self.prefix_len else ()
         turn = Turn((ChatMessage("user", (*shared, own)),), self._drawn(self.output_len, "output", number))
         return Session(number, "prefix" if shared else "", (turn,))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
 
     def _drawn(self, tokens: int, *names: str | int) -> int:
         low, high = math.floor(tokens * (1 - self.range_ratio)), math.ceil(tokens * (1 + self.range_ratio))

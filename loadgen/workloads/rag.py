@@ -4,18 +4,18 @@ order."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of
+from loadgen.workloads.draws import checked, rng_of
+from loadgen.workloads.endless import Popular
 
 RagOrder = Literal["fixed", "shuffled", "sorted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rag:
+class Rag(Popular):
     """Short shared instructions, some documents, a unique question."""
 
     name: str = "rag"
@@ -32,17 +32,8 @@ class Rag:
     question_tokens_min: int = 20
     question_tokens_max: int = 60
     output_tokens: int = 64
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "documents"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.documents, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
 
     @property
     def unit_tokens(self) -> float:
@@ -62,10 +53,6 @@ class Rag:
             ChatMessage("user", (*pieces, asked)),
         )
         return Session(number, f"document {found[0] + 1}", (Turn(messages, self.output_tokens),))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
 
     def _retrieved(self, rng: random.Random) -> list[int]:
         if self.rag_order == "fixed":

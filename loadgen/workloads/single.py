@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from loadgen.workloads.base import ChatMessage, Piece, Session, Turn
-from loadgen.workloads.draws import Zipf, checked, facts, rng_of, whole_between
+from loadgen.workloads.draws import checked, rng_of, whole_between
+from loadgen.workloads.endless import Endless, Popular
+
+EXAMPLE_TOKENS = 150
+"""Size of an example of a few-shot prompt."""
+ITEM_TOKENS = (100, 400)
+"""Smallest and largest item of a batch, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class FewShot:
+class FewShot(Popular):
     """Instructions and a block of examples, shared by the requests of a template, then a unique question."""
 
     name: str = "few-shot"
@@ -21,33 +26,23 @@ class FewShot:
     instruction_tokens: int = 100
     examples: int = 8
     """Number of examples in each template."""
-    example_tokens: int = 150
     question_tokens_min: int = 20
     question_tokens_max: int = 60
     output_tokens: int = 16
-    _popularity: Zipf = field(init=False, repr=False, compare=False)
 
     units: ClassVar[str] = "templates"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_popularity", Zipf(self.templates, self.zipf))
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
 
     @property
     def unit_tokens(self) -> float:
         """Return the shared tokens of a template."""
-        return self.instruction_tokens + self.examples * self.example_tokens
+        return self.instruction_tokens + self.examples * EXAMPLE_TOKENS
 
     def session(self, number: int) -> Session:
         """Return one question under a template."""
         rng = rng_of(self.seed, "session", checked(number, None))
         template = self._popularity.draw(rng)
         name = f"{self.seed}-{template + 1}"
-        shots = tuple(Piece(f"e{name}.{shot}", self.example_tokens) for shot in range(self.examples))
+        shots = tuple(Piece(f"e{name}.{shot}", EXAMPLE_TOKENS) for shot in range(self.examples))
         tokens = rng.randint(self.question_tokens_min, self.question_tokens_max)
         asked = Piece(f"q{self.seed}-{number}", tokens, "question")
         messages = (
@@ -56,13 +51,9 @@ class FewShot:
         )
         return Session(number, f"template {template + 1}", (Turn(messages, self.output_tokens),))
 
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Endless):
     """Jobs one after another: all items of a job have the same instructions, and each item is unique."""
 
     name: str = "batch"
@@ -70,32 +61,21 @@ class Batch:
     batch_size: int = 100
     """Items in a job; sessions 0 .. batch_size - 1 are the first job."""
     instruction_tokens: int = 600
-    item_tokens_min: int = 100
-    item_tokens_max: int = 400
     output_tokens: int = 32
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no limit to the number of jobs."""
-        return None
 
     def session(self, number: int) -> Session:
         """Return one item of a job."""
         job = checked(number, None) // self.batch_size + 1
-        tokens = whole_between(self.item_tokens_min, self.item_tokens_max, self.seed, "session", number)
+        tokens = whole_between(*ITEM_TOKENS, self.seed, "session", number)
         messages = (
             ChatMessage("system", (Piece(f"j{self.seed}-{job}", self.instruction_tokens),)),
             ChatMessage("user", (Piece(f"u{self.seed}-{number}", tokens),)),
         )
         return Session(number, f"job {job}", (Turn(messages, self.output_tokens),))
 
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Diverse:
+class Diverse(Endless):
     """Prompts that share nothing: no cache can help, and no router should make them slower."""
 
     name: str = "diverse"
@@ -104,18 +84,9 @@ class Diverse:
     prompt_tokens_max: int = 2000
     output_tokens: int = 64
 
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
     def session(self, number: int) -> Session:
         """Return one unique prompt."""
         low, high = self.prompt_tokens_min, self.prompt_tokens_max
         tokens = whole_between(low, high, self.seed, "session", checked(number, None))
         piece = Piece(f"u{self.seed}-{number}", tokens)
         return Session(number, "", (Turn((ChatMessage("user", (piece,)),), self.output_tokens),))
-
-    def about(self) -> Mapping[str, str]:
-        """Return the settings."""
-        return facts(self)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,9 +107,7 @@ class Trace:
         return len(covered) - len({hash((tokens, *ids)) for ids, tokens in covered})
 
 
-def load_mooncake(
-    dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
-) -> Trace:
+def load_mooncake(dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0) -> Trace:
     """Load Mooncake JSON lines: timestamp (ms), input_length, output_length, hash_ids (512 tokens each, the last
     partial).
 
@@ -117,16 +115,14 @@ def load_mooncake(
     block. Raises DatasetError.
     """
     rows = _Rows()
-    for entry in rows.limited(jsonl_entries(dataset_path), dataset_limit):
+    for entry in jsonl_entries(dataset_path):
         ids = _ids(entry, MOONCAKE_BLOCK_TOKENS)
         rows.add(entry.number("timestamp") / 1000, entry, "input_length", "output_length", ids)
         rows.groups.append(ids[min(1, len(ids) - 1)] if ids else -1)
     return rows.trace("mooncake", dataset_path, seed, MOONCAKE_BLOCK_TOKENS, "block", speedup, jitter_bucket)
 
 
-def load_bailian(
-    dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
-) -> Trace:
+def load_bailian(dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0) -> Trace:
     """Load Qwen-Bailian JSON lines: chat_id, parent_chat_id (-1: none), timestamp (s), lengths, hash_ids (16 tokens
     each).
 
@@ -135,7 +131,7 @@ def load_bailian(
     """
     rows = _Rows()
     roots: dict[int, int] = {}
-    for entry in rows.limited(jsonl_entries(dataset_path), dataset_limit):
+    for entry in jsonl_entries(dataset_path):
         chat, parent = entry.whole("chat_id"), entry.whole("parent_chat_id", -1)
         roots[chat] = roots.get(parent, parent) if parent >= 0 else chat
         ids = _ids(entry, BAILIAN_BLOCK_TOKENS)
@@ -144,16 +140,14 @@ def load_bailian(
     return rows.trace("bailian", dataset_path, seed, BAILIAN_BLOCK_TOKENS, "chat", speedup, jitter_bucket)
 
 
-def load_burstgpt(
-    dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
-) -> Trace:
+def load_burstgpt(dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0) -> Trace:
     """Load BurstGPT CSV: Timestamp (s), Request tokens, Response tokens; failed requests (no response) are left out.
 
     https://github.com/HPMLL/BurstGPT. Raises DatasetError.
     """
     rows = _Rows()
     columns = ("Timestamp", "Request tokens", "Response tokens")
-    for entry in rows.limited(csv_entries(dataset_path, columns), dataset_limit):
+    for entry in csv_entries(dataset_path, columns):
         if entry.whole("Response tokens"):
             rows.add(entry.number("Timestamp"), entry, "Request tokens", "Response tokens", ())
         else:
@@ -161,16 +155,14 @@ def load_burstgpt(
     return rows.trace("burstgpt", dataset_path, seed, 0, "", speedup, jitter_bucket)
 
 
-def load_azure(
-    dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0, dataset_limit: int = 0
-) -> Trace:
+def load_azure(dataset_path: Path, *, seed: int = 1, jitter_bucket: bool = False, speedup: float = 1.0) -> Trace:
     """Load Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024).
 
     https://github.com/Azure/AzurePublicDataset. Raises DatasetError.
     """
     rows = _Rows()
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    for entry in rows.limited(csv_entries(dataset_path, columns), dataset_limit):
+    for entry in csv_entries(dataset_path, columns):
         rows.add(entry.time_s("TIMESTAMP"), entry, "ContextTokens", "GeneratedTokens", ())
     return rows.trace("azure", dataset_path, seed, 0, "", speedup, jitter_bucket)
 
@@ -182,13 +174,6 @@ class _Rows:
         self.times_s, self.inputs, self.outputs = array("d"), array("q"), array("q")
         self.groups, self.block_ids, self.ends = array("q"), array("q"), array("q")
         self.failed = 0
-
-    def limited(self, entries: Iterable[Entry], limit: int) -> Iterator[Entry]:
-        """Yield entries until there are `limit` rows; 0: all entries."""
-        for entry in entries:
-            if limit and len(self.ends) >= limit:
-                return
-            yield entry
 
     def add(self, time_s: float, entry: Entry, input_field: str, output_field: str, ids: Sequence[int]) -> None:
         """Add one request."""

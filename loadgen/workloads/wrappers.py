@@ -1,6 +1,4 @@
-"""Workloads made from another one: a pool of prompts sent repeatedly, a working set sized by cache capacity, some
-consecutive sessions.
-"""
+"""Workloads made from another one: a working set sized by cache capacity, some consecutive sessions."""
 
 from __future__ import annotations
 
@@ -28,35 +26,6 @@ class Scalable(Workload, Protocol):
 
 
 S = TypeVar("S", bound=Scalable)
-
-
-@dataclass(frozen=True, slots=True)
-class Recycled:
-    """A fixed pool of sessions, sent repeatedly: every repetition finds whole prompts in the cache, including
-    suffixes."""
-
-    workload: Workload
-    pool: int
-    """Number of sessions in the pool."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the workload."""
-        return self.workload.name
-
-    @property
-    def length(self) -> int | None:
-        """Return None: there is no end."""
-        return None
-
-    def session(self, number: int) -> Session:
-        """Return a session of the pool under the requested number."""
-        again = self.workload.session(checked(number, None) % self.pool)
-        return replace(again, number=number, start_s=None)
-
-    def about(self) -> Mapping[str, str]:
-        """Return the workload's facts, and the pool."""
-        return {**self.workload.about(), "reused prompts": f"a pool of {self.pool:,} sessions, sent repeatedly"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,5 +22,6 @@ def fake_module(name: str, *flags: str) -> list[str]:
 
 if __name__ == "__main__":
     run.CompareSettings = fleet.CompareSettings = QuickSettings  # type: ignore[attr-defined]
+    run.BLOCK_S = fleet.BLOCK_S = 0.3
     stack.module_command = fake_module
     main(sys.argv[1:])

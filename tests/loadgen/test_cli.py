@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from engine.common.settings_help import WIDTH
-from loadgen.__main__ import COMMANDS, main
-from loadgen.commands.removed import REMOVED
+from engine.common.settings import Settings
+from engine.common.settings_help import WIDTH, groups
+from loadgen.__main__ import COMMANDS, main, module_of
+from loadgen.commands.removed import REMOVED, REMOVED_IN
 
 ROOT = Path(__file__).parents[2]
+MOST_SETTINGS = 122
+"""Names of settings of all commands together."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +42,7 @@ def test_help_names_commands_flags_units_and_defaults(capsys: pytest.CaptureFixt
     assert all(command in out for command in COMMANDS)
     for command, needed in (
         ("compare", ["--url", "--session-rate", "sessions per second", "default: 0.1", "--help-all lists"]),
-        ("demo", ["--block-s", "seconds of arrivals", "default: out/demo", "--pool-tokens"]),
+        ("demo", ["--max-time", "seconds the whole demo", "default: out/demo", "--kv-tokens"]),
         ("demo-fleet", ["--profile", "default: h100-8b", "default: out/demo-fleet", "requests per second"]),
     ):
         status, out, _ = outcome([command, "--help"], capsys)
@@ -76,7 +82,7 @@ def test_the_generator_starts_without_torch() -> None:
         (["compare", "--url", "gateway:80"], "--url: got 'gateway:80'; the address must begin with http"),
         (["compare", "--url", "http://g", "--session-rate", "0"], "--session-rate: got '0'"),
         (["compare", "--url", "http://g", "--sesion-rate", "1"], "did you mean '--session-rate'"),
-        (["compare", "--url", "http://g", "--turns-min", "5"], "--turns-min"),
+        (["compare", "--url", "http://g", "--turns", "5-4"], "--turns: got '5-4'"),
         (["compare", "--url", "http://g", "--policies", "a,b,a"], "twice"),
         (["demo", "--policies", ""], "--policies"),
         (["demo", "--pods", "0"], "--pods: got '0'"),
@@ -88,7 +94,7 @@ def test_bad_flags_are_refused_by_name(argv: list[str], says: str, capsys: pytes
     assert says in err
 
 
-@pytest.mark.parametrize("command", ["compare", "bench", "replay", "sweep", "simulate", "analyze", "report"])
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_setting_of_the_release_before_is_refused_with_what_does_its_work(
     command: str, name: str, capsys: pytest.CaptureFixture[str]
@@ -96,7 +102,33 @@ def test_a_setting_of_the_release_before_is_refused_with_what_does_its_work(
     flag = f"--{name.replace('_', '-')}"
     status, _, err = outcome([command, flag, "1"], capsys)
     assert status == 2
-    assert f"flag {flag} was removed in 0.2.0: {REMOVED[name]}" in err
+    assert f"flag {flag} was removed in {REMOVED_IN.get(name, '0.2.0')}: {REMOVED[name]}" in err
+
+
+def settings() -> Iterator[type[Settings]]:
+    """Yield the settings of each command."""
+    for command in COMMANDS:
+        module = importlib.import_module(module_of(command))
+        found = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, Settings)]
+        yield max(found, key=lambda each: len(each.__mro__) * ("Settings" in each.__name__) * bool(each.removed))
+
+
+def test_the_settings_are_few_and_each_has_a_group_and_a_help() -> None:
+    names: set[str] = set()
+    for each in settings():
+        names |= each.model_fields.keys()
+        found = groups(each)
+        assert "More" not in [title for title, _, _ in found]
+        assert all(info.description for info in each.model_fields.values())
+    assert len(names) <= MOST_SETTINGS
+    assert not names & REMOVED.keys()
+
+
+def test_what_replaces_a_removed_setting_exists() -> None:
+    names = {name for each in settings() for name in each.model_fields}
+    for text in REMOVED.values():
+        for flag in re.findall(r"--([a-z-]+)", text):
+            assert flag.replace("-", "_") in names, text
 
 
 def test_the_version_of_the_program_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

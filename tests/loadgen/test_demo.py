@@ -23,7 +23,7 @@ from loadgen.demo.sizing import MAX_SESSION_RATE, UTILISATION, Pace
 from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
-FAST = ["--block-s", "0.3", "--total-s", "30", "--pods", "2"]
+FAST = ["--max-time", "30", "--pods", "2"]
 # Two demos at once must not overwrite each other's output.
 _NUMBERS = itertools.count(1)
 

@@ -34,4 +34,4 @@ def test_a_demo_that_completed_nothing_says_what_to_do(
     assert run_demo(play, str(tmp_path / "demo"), "demo") == status
     errors = capsys.readouterr().err
     assert words in errors
-    assert ("--total-s" in errors) == (not records)
+    assert ("--max-time" in errors) == (not records)

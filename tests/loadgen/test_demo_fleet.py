@@ -18,7 +18,7 @@ from loadgen.demo.run import MIN_SESSIONS, REPORT_S, ROUNDS, amount_within
 from loadgen.demo.stack import EMULATED_RUNNING, GatewayUrls, emulated_engines
 from tests.loadgen.test_demo import running
 
-FAST = ["--prompt-tokens", "300", "--tenants", "4", "--output-tokens", "4", "--request-rate", "20"]
+FAST = ["--system-tokens", "300", "--tenants", "4", "--output-tokens", "4", "--request-rate", "20"]
 
 
 def test_a_fleet_is_compared_and_reported(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_engine_starts_with_the_flags_it_is_given(tmp_path: Path, profile: s
 
 
 def test_the_traffic_is_what_the_flags_say() -> None:
-    settings = FleetSettings(tenants=3, prompt_tokens=500, output_tokens=7, seed=5)
+    settings = FleetSettings(tenants=3, system_tokens=500, output_tokens=7, seed=5)
     _, workload = make_plan(
         CompareSettings.model_validate(settings.traffic(GatewayUrls("http://gateway", "http://admin")))
     )
@@ -71,8 +71,8 @@ def test_blocks_and_report_fit_the_time_left() -> None:
         (["--policies", ""], "--policies"),
         (["--policies", "predicted_ttft,predicted_ttft"], "predicted_ttft is listed twice"),
         (["--pods", "0"], "--pods: got '0'"),
-        (["--prompt-tokens", "70000"], "--prompt-tokens"),
-        (["--pool-tokens", "8000"], "flag --pool-tokens is unknown"),
+        (["--system-tokens", "70000"], "--system-tokens"),
+        (["--prompt-tokens", "300"], "flag --prompt-tokens was removed in 0.3.0: give --system-tokens"),
     ],
 )
 def test_settings_are_refused_by_name(flags: list[str], message: str) -> None:

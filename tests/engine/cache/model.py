@@ -9,6 +9,7 @@ from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 from engine.sched.request import KeySpan
+from tests.engine.cache.integrity import check_integrity
 
 Prefix = tuple[str, tuple[int, ...]]
 """A salt, and the tokens of a chain up to the last token in a block."""
@@ -195,7 +196,7 @@ class Model:
 
     def check(self) -> None:
         """Check everything that must hold between operations."""
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         size = self.cache.block_size
         for user in self.users:
             for i, block in enumerate(user.sequence.blocks[: self.cache.blocks_for(user.computed)]):

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from engine.cache.eviction import _UNITS, MOST_USES, Eviction, GreedyDual, LeastRecentlyUsed
 from engine.cache.prefix_cache import PrefixCache
+from tests.engine.cache.integrity import check_integrity
 
 BLOCKS = 12
 
@@ -278,7 +279,7 @@ def test_absurd_costs_leave_the_depth_cost_between_0_and_1() -> None:
         assert cache._worth is not None
         assert math.isfinite(cache._worth.depth_cost)
         assert 0 <= cache._worth.depth_cost <= 1
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])

@@ -15,6 +15,7 @@ from engine.cache.eviction import Eviction, GreedyDual
 from engine.cache.index import IndexKind
 from engine.cache.loops import Loops
 from engine.cache.prefix_cache import PrefixCache
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.cache.test_prefix_cache_stateful import SETTINGS, CacheMachine
 
 POOL, SIZE = 1200, 4
@@ -55,7 +56,7 @@ def test_a_part_of_a_loop_longer_than_the_pool_is_hit(index: IndexKind, eviction
     prompts = prompts_of(pools)
     play(cache, prompts * 3)
     assert play(cache, prompts * 3) > 0.6 / pools, "most of what the pool can hold is hit"
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_lru_hits_nothing_of_a_loop() -> None:
@@ -79,7 +80,7 @@ def test_what_was_spared_goes_when_the_loop_is_over(index: IndexKind, eviction: 
     play(cache, other)
     play(cache, other)
     assert play(cache, other) > 0.9
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @settings(max_examples=100, deadline=None)

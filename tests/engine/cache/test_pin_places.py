@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
+from tests.engine.cache.integrity import check_integrity
 
 BLOCK = 2
 PROMPTS = st.lists(st.sampled_from([1, 1, 2]), min_size=2, max_size=14)
@@ -38,9 +39,9 @@ def order_after(operations: list[Operation], index: IndexKind, eviction: Evictio
         if operation == "pin" and kept:
             cache.keep(sequence, len(sequence.nodes), seconds, is_asked=kept == "asked")
         cache.release(sequence)
-        cache.check_integrity()
+        check_integrity(cache)
     cache.advance(now_s + 1000.0)
-    cache.check_integrity()
+    check_integrity(cache)
     assert not cache.pins
     assert not cache.learnt
     return list(cache.pool.idle_blocks())
@@ -79,7 +80,7 @@ def test_what_was_pinned_long_ago_goes_before_what_was_used_since(eviction: Evic
     cache.advance(11.0)
     serve([31, 32, 33, 34])
     assert [len(cache.find(cache.open([n, n + 1, n + 2, n + 3]), 4)) for n in (1, 11, 21, 31)] == [0, 4, 4, 4]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.COST])
@@ -108,4 +109,4 @@ def test_wrong_guesses_go_before_all_that_was_used_and_what_was_shared_keeps_its
     order = list(cache.pool.idle_blocks())
     assert set(order[:4]) == in_vain
     assert order[4:] == [block for block in without.pool.idle_blocks() if block not in in_vain]
-    cache.check_integrity()
+    check_integrity(cache)

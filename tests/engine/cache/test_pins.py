@@ -11,6 +11,7 @@ from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
+from tests.engine.cache.integrity import check_integrity
 
 BLOCK = 2
 PROMPTS = st.lists(st.sampled_from([1, 1, 2]), min_size=2, max_size=14)
@@ -178,7 +179,7 @@ class PinMachine(RuleBasedStateMachine):
     def what_is_promised_is_there(self) -> None:
         if not hasattr(self, "cache"):
             return
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         assert len(self.cache.pins) == len(self.covered()) <= self.most
         for salt in SALTS:
             assert self.cache.pins.blocks_of(salt.encode()) == self.held(salt)
@@ -229,7 +230,7 @@ def test_a_pin_outlives_a_flood_and_its_share_bounds_it() -> None:
     assert len(cache.pins) == 0
     flood(cache, 20)
     assert hits(cache, list(range(12))) == 0
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_tenants_share_what_may_be_pinned_and_one_alone_has_it_all() -> None:
@@ -250,7 +251,7 @@ def test_tenants_share_what_may_be_pinned_and_one_alone_has_it_all() -> None:
     assert (pin(3, "c"), held()) == (4, [4, 4, 4])
     assert (pin(1, "a"), held()) == (4, [4, 4, 4])  # a salt with its fair share takes no other salt's blocks
     assert (pin(4, "a"), held()) == (0, [4, 4, 4])
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_what_is_missing_is_taken_from_single_tenants_if_a_cut_of_all_is_too_much() -> None:
@@ -261,7 +262,7 @@ def test_what_is_missing_is_taken_from_single_tenants_if_a_cut_of_all_is_too_muc
         assert cache.keep(sequence, blocks, 10.0) == kept
         cache.release(sequence)
     assert [cache.pins.blocks_of(salt) for salt in (b"a", b"b", b"c")] == [5, 6, 2]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_pin_is_cut_from_its_end_and_the_soonest_to_expire_first() -> None:
@@ -280,7 +281,7 @@ def test_a_pin_is_cut_from_its_end_and_the_soonest_to_expire_first() -> None:
         assert flooding is not None
         cache.release(flooding)
     assert [hits(cache, [token] * 8, "a") for token in (1, 2, 3)] == [4, 0, 3]
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_if_blocks_are_needed_pins_that_expire_soonest_are_shortened_first() -> None:
@@ -321,7 +322,7 @@ def test_a_pin_keeps_what_would_not_become_available_without_it(needed: int) -> 
     assert other is not None
     assert cache.pins.give_up(needed) == min(needed, 4)
     assert len(cache.pins) == 8 - min(needed, 4)
-    cache.check_integrity()
+    check_integrity(cache)
     cache.release(other)
     flood(cache, 0)
     assert hits(cache, [1] * 8 + [2] * 8) == 8 - min(needed, 4)

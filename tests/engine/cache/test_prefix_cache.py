@@ -18,6 +18,7 @@ from engine.cache.prefix_cache import MAX_KEYS_PER_BLOCK, PrefixCache
 from engine.contract.events import Tier
 from engine.contract.keys import PrefixKey
 from engine.sched.request import KeySpan
+from tests.engine.cache.integrity import check_integrity
 from tests.walked import frozen, walked
 
 
@@ -35,7 +36,7 @@ def run(
     cache.commit(sequence, len(tokens))
     cache.release(sequence)
     if is_checked:
-        cache.check_integrity()
+        check_integrity(cache)
     return cached
 
 
@@ -49,17 +50,17 @@ def test_two_identical_prompts_in_one_batch_keep_their_own_blocks() -> None:
     cache.end_step()
     cache.commit(a, 8)
     cache.commit(b, 8)
-    cache.check_integrity()
+    check_integrity(cache)
     assert b.blocks == own
     assert not set(own) & {*cache.pool.free_blocks(), *cache.pool.idle_blocks(), *a.blocks}
     cache.release(a)
     cache.append(b, (100, 101, 102, 103))
     assert cache.extend(b, 12)
     cache.commit(b, 12)
-    cache.check_integrity()
+    check_integrity(cache)
     assert not set(b.blocks) & {*cache.pool.free_blocks(), *cache.pool.idle_blocks()}
     cache.release(b)
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.pool.available == 8
     assert run(cache, [*range(8), 100, 101, 102, 103, 5]) == 12
 
@@ -75,10 +76,10 @@ def test_what_is_released_comes_free_with_the_last_step_begun_before() -> None:
     assert cache.pool.available == 5
     cache.end_step()
     assert cache.pool.available == 7
-    cache.check_integrity()
+    check_integrity(cache)
     cache.end_step()
     assert cache.pool.available == 8
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -131,7 +132,7 @@ def test_reset_frees_idle_blocks_and_bars_used_ones() -> None:
     cache.commit(running, 4)
     assert cache.reset() == 2
     cache.commit(running, 4)
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.count_hits(cache.open([8, 8, 9, 9, 1]), 5) == 0
     cache.release(running)
     assert len(cache.pool.free_blocks()) == 8
@@ -218,7 +219,7 @@ def test_cached_blocks_are_nothing_that_the_garbage_collector_walks() -> None:
         cache.take_changes()
         assert len(cache.pool.idle_blocks()) == 10_000
         assert walked() < 500
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_a_reset_keeps_the_columns_which_are_frozen() -> None:

@@ -24,6 +24,7 @@ from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.contract.keys import PrefixKey, prefix_keys
 from engine.sched.request import KeySpan
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.cache.model import Model, User
 
 SETTINGS = settings(
@@ -264,7 +265,7 @@ def test_colliding_hashes_never_serve_wrong_blocks(bits: int) -> None:
 
         @invariant()
         def agrees_with_model(self) -> None:
-            self.cache.check_integrity()
+            check_integrity(self.cache)
             self.model.cached.clear()
             in_use = {node for user in self.model.users for node in user.sequence.nodes}
             in_use |= {block for user in self.model.users for block in user.sequence.blocks}

@@ -11,6 +11,7 @@ from engine.cache.eviction import Eviction
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.radix_index import RadixIndex
+from tests.engine.cache.integrity import check_integrity
 from tests.walked import frozen, walked
 
 
@@ -32,7 +33,7 @@ def run(
     cache.commit(sequence, len(tokens), is_last=True)
     cache.release(sequence)
     if is_checked:
-        cache.check_integrity()
+        check_integrity(cache)
     return cached
 
 
@@ -98,7 +99,7 @@ def test_the_block_that_rows_are_copied_from_is_kept_until_the_step_has_ended() 
     cache.commit(reader, 6, is_last=True)
     assert reader.source is None
     assert cache.pool.available == 1
-    cache.check_integrity()
+    check_integrity(cache)
 
 
 def test_salts_and_resets_hide_rows_too() -> None:
@@ -136,4 +137,4 @@ def test_the_garbage_collector_walks_edges_and_not_blocks() -> None:
             run(cache, range(1000 * i, 1000 * i + 400), is_checked=False)
         assert len(cache.pool.idle_blocks()) == 10_000
         assert walked() < 2_000, "a few objects for each of the 100 edges"
-    cache.check_integrity()
+    check_integrity(cache)

@@ -22,6 +22,7 @@ from engine.model.decoder import Decoder
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.cuda.torch_forward import torch_forward
 from tests.engine.model.helpers import GREEDY, tokens
 
@@ -100,7 +101,7 @@ async def answers(backend: Backend, requests: Sequence[Request], blocks: int = B
         stepping.cancel()
         await asyncio.wait([stepping])
         await backend.close()
-    cache.check_integrity()
+    check_integrity(cache)
     assert (scheduler.stats().preemptions > 0) == (blocks < BLOCKS)
     return found
 

@@ -23,6 +23,7 @@ from engine.sched.plan import PENDING
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.loop.virtual_device import VirtualDevice
 from tests.engine.sched.checking_backend import oracle
 
@@ -48,7 +49,7 @@ class Bench:
 
     def is_clean(self) -> bool:
         """Whether nothing is held, fenced or pending."""
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         return self.cache.pool.available == self.cache.pool.total and not self.scheduler.has_work
 
 

@@ -19,6 +19,7 @@ from engine.sched.plan import SampledToken
 from engine.sched.request import Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.loop.two_in_flight import TwoInFlight
 
 BLOCKS, BLOCK = 40, 4
@@ -69,7 +70,7 @@ async def answers(model: Decoder, *, ahead: bool) -> tuple[dict[int, list[Sample
     task.cancel()
     await asyncio.wait([task])
     await backend.close()
-    cache.check_integrity()
+    check_integrity(cache)
     assert cache.pool.available == BLOCKS
     return found, backend.pending if isinstance(backend, TwoInFlight) else 0
 

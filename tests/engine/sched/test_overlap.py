@@ -14,6 +14,7 @@ from engine.sched.plan import PENDING, SampledToken, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import Scheduler, SchedulerConfig, TokenOutput
+from tests.engine.cache.integrity import check_integrity
 
 STOP = 7
 
@@ -45,7 +46,7 @@ def ids(plan: StepPlan) -> list[int]:
 
 
 def is_whole(scheduler: Scheduler) -> bool:
-    scheduler._cache.check_integrity()
+    check_integrity(scheduler._cache)
     return scheduler._cache.pool.available == scheduler._cache.pool.total and not scheduler.has_work
 
 

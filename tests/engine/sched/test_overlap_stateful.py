@@ -21,6 +21,7 @@ from engine.sched.output import TokenOutput
 from engine.sched.request import FinishReason, Request
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.sched.checking_backend import oracle
 from tests.engine.sched.in_order_backend import InOrderBackend
 
@@ -149,7 +150,7 @@ class OverlapMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         self.backend.check_fences()
         assert self.scheduler.has_work == bool(self.requests or self.backend.in_flight)
         if not self.backend.in_flight:
@@ -173,7 +174,7 @@ class OverlapMachine(RuleBasedStateMachine):
         assert not self.requests, f"not finished after {bound} steps"
         assert not self.cache._fenced, "a fence was not released"
         assert self.cache.pool.available == self.cache.pool.total
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
 
 def test_outputs_equal_the_oracle_with_steps_in_flight() -> None:

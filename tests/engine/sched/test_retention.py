@@ -21,6 +21,7 @@ from engine.sched.plan import SampledToken, StepResult
 from engine.sched.request import CacheMark, Request, ToolUse
 from engine.sched.retention import BRANCH_S
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from tests.engine.cache.integrity import check_integrity
 
 BLOCK = 4
 CALLS, GOES_ON = ToolUse(may_be_called=True, brings_result=False), ToolUse(may_be_called=True, brings_result=True)
@@ -47,7 +48,7 @@ class Served:
         assert plan is not None
         sampled = {chunk.request.id: SampledToken(1) for chunk in plan.chunks if chunk.samples}
         self.scheduler.complete(StepResult(sampled, 0.01))
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
     def answer(self, prompt: list[int], tools: ToolUse | None = None, max_tokens: int = 4) -> list[int]:
         """Answer the prompt and return the conversation so far."""

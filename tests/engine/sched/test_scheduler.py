@@ -14,6 +14,7 @@ from engine.contract.load import LoadReport, StepCost
 from engine.sched.plan import SampledToken, StepPlan, StepResult
 from engine.sched.request import FinishReason, KeySpan, Request
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig, TokenOutput
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.sched.checking_backend import CheckingBackend
 
 
@@ -399,4 +400,4 @@ def test_a_request_aborted_in_its_first_step_copies_to_the_end() -> None:
     assert cache.pool.available == available
     scheduler.complete(result)
     assert cache.pool.available == cache.pool.total
-    cache.check_integrity()
+    check_integrity(cache)

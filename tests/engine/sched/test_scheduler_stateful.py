@@ -24,6 +24,7 @@ from engine.sched.plan import StepPlan
 from engine.sched.request import FinishReason, Request, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.sched.scheduler import QueueFull, Scheduler, SchedulerConfig
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.sched.checking_backend import CheckingBackend, oracle
 
 SETTINGS = settings(
@@ -168,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         assert self.scheduler.has_work == bool(self.requests)
         load = self.scheduler.load()
         assert load.running + load.waiting == len(self.requests)
@@ -207,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.requests, f"not finished after {bound} steps"
         self.cache.learnt.clear()
         assert self.cache.pool.available == self.cache.pool.total
-        self.cache.check_integrity()
+        check_integrity(self.cache)
 
 
 def test_outputs_equal_the_oracle_under_any_traffic() -> None:

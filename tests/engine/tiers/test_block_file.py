@@ -35,6 +35,7 @@ from engine.tiers.stores.block_file import (
     open_file,
 )
 from engine.tiers.stores.disk import SUFFIX, DiskCopies, OpenDisk, open_disk
+from tests.engine.cache.integrity import check_integrity
 
 SLOTS, BLOCK_BYTES, BLOCK_SIZE = 6, 64, 4
 SHAPE = Shape(SLOTS, BLOCK_BYTES, BLOCK_SIZE, b"f" * 32)
@@ -374,7 +375,7 @@ def test_a_restart_finds_chains_keys_and_tenants(tmp_path: Path) -> None:
         disk = open_disk(tmp_path, shape, memory)
         index = PrefixCache(8, BLOCK_SIZE)
         assert disk.copies.restore(index) == 6
-        index.check_integrity()
+        check_integrity(index)
         assert set(index.held_keys()[0]) == set(keys)
         found = [readable(disk.copies, index, memory, tokens) for tokens in (long, branch, [3] * 8)]
         assert found == [3, 3, 0]

@@ -7,6 +7,7 @@ import pytest
 from engine.cache.prefix_cache import PrefixCache
 from engine.sched.request import CacheMark, Request
 from engine.tiers.copies.base import Direction
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.tiers.test_tiers_stateful import Pod, make_pod
 
 
@@ -21,7 +22,7 @@ def step(pod: Pod) -> bool:
     plan = pod.scheduler.schedule()
     if plan is not None:
         pod.scheduler.complete(pod.backend.run(plan))
-        pod.cache.check_integrity()
+        check_integrity(pod.cache)
     return plan is not None
 
 

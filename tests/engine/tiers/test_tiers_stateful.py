@@ -29,6 +29,7 @@ from engine.tiers.link import Link
 from engine.tiers.stores.place import Place
 from engine.tiers.stores.stats import Decision, Outcome
 from engine.tiers.tiers import Tiers
+from tests.engine.cache.integrity import check_integrity
 from tests.engine.sched.checking_backend import CheckingBackend
 from tests.engine.sched.test_scheduler_stateful import ARRIVALS, SchedulerMachine
 from tests.engine.tiers.folder_model import FolderCopies, FolderModel, FolderSide
@@ -253,9 +254,9 @@ class TiersMachine(SchedulerMachine):
     @invariant()
     def is_sound(self) -> None:
         self.now_s += 0.01
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         for link in self.links:
-            link.lower.check_integrity()
+            check_integrity(link.lower)
         assert self.scheduler.load().uncached_tokens == self.brute_force_uncached()
         self.keys_are_true()
 
@@ -297,7 +298,7 @@ class TiersMachine(SchedulerMachine):
         assert not self.tiers.is_busy
         for cache in (self.cache, *[link.lower for link in self.links]):
             assert cache.pool.available == cache.pool.total, "a copy did not give its blocks back"
-            cache.check_integrity()
+            check_integrity(cache)
         assert not self.tiers._fetches
         assert not self.tiers._fetched
         assert not self.tiers._wanted

@@ -25,11 +25,9 @@ FAST = [
     "--sessions=4",
     "--session-rate=200",
     "--think-s=0.001",
-    "--turns-min=1",
-    "--turns-max=2",
+    "--turns=1-2",
     "--output-tokens=2",
-    "--system-tokens-min=200",
-    "--system-tokens-max=300",
+    "--system-tokens=200-300",
     "--formats=json",
 ]
 
@@ -212,14 +210,13 @@ def test_rounds_of_a_data_set_take_its_sessions_in_turn(tmp_path: Path) -> None:
     assert (everything.sessions, everything.distinct_rounds) == (None, 1)
 
 
-def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path) -> None:
+def test_rounds_that_repeat_a_data_set_are_named(tmp_path: Path) -> None:
     path = tmp_path / "custom.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(10)))
+    path.write_text("".join(json.dumps({"prompt": f"question {i}", "output_tokens": 2}) + "\n" for i in range(4)))
     flags = [
         "--policies=round_robin,predicted_ttft",
         "--workload=custom",
         f"--dataset-path={path}",
-        "--reuse-prompts=3",
         "--sessions=4",
         "--session-rate=200",
         "--formats=json",
@@ -228,8 +225,6 @@ def test_rounds_that_repeat_one_pool_of_prompts_are_named(tmp_path: Path) -> Non
         run([f"--url={gateway.url}", *flags, "--rounds=2", f"--out={tmp_path / 'out'}"])
     result = read_result(tmp_path / "out" / "result.json")
     assert any(line.startswith("The data set has sessions for 1 of 2 rounds") for line in result.cautions)
-    settings = CompareSettings.model_validate({"url": "http://g", "reuse_prompts": 3})
-    assert make_plan(settings)[0].distinct_rounds is None, "each round generates a new pool"
 
 
 def test_generated_rounds_have_seeds_of_their_own() -> None:

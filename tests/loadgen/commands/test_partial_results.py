@@ -15,20 +15,7 @@ import pytest
 from tests.loadgen.commands.servers import LimitedGateway
 from tests.loadgen.experiment.scripted_arms import in_thread
 
-SMALL = [
-    "--workload",
-    "tenants",
-    "--system-tokens-min",
-    "40",
-    "--system-tokens-max",
-    "40",
-    "--turns-min",
-    "1",
-    "--turns-max",
-    "1",
-    "--output-tokens",
-    "3",
-]
+SMALL = ["--workload", "tenants", "--system-tokens", "40", "--turns", "1", "--output-tokens", "3"]
 TRACE = "".join(
     json.dumps({"timestamp": i * 20, "input_length": 700, "output_length": 2, "hash_ids": [i % 2, 10 + i]}) + "\n"
     for i in range(5000)

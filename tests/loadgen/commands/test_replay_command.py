@@ -120,7 +120,7 @@ def test_requests_are_sent_in_the_traces_time_with_its_sharing(tmp_path: Path) -
         (["--no-fixed-schedule", "--speedup", "2"], "--speedup needs --fixed-schedule"),
         (["--start-offset-s", "5", "--end-offset-s", "4"], "--end-offset-s 4 must be above --start-offset-s 5"),
         (["--workload", "gsp"], "gsp"),
-        (["--dataset-path", "elsewhere"], "give only TRACE"),
+        (["--dataset-path", "elsewhere"], "--dataset-path is no flag: give DATASET_PATH as a word"),
         (["--tenants", "3"], "--tenants is a flag of"),
     ],
 )

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.measure.records import Records, RequestRecord, records_of
+from loadgen.measure.records import Records, RequestRecord
 from loadgen.measure.summary import summarise
 from loadgen.result.model import Summary, SweepPoint
 from loadgen.sweep.saturation import achieved_share, good_share, reason
 from loadgen.sweep.search import MAX_HALVINGS, Search
-from tests.loadgen.measure.builders import failed, made_run, request
+from tests.loadgen.measure.builders import failed, made_run, records_of, request
 
 
 def searched(search: Search, knee: float) -> Search:

@@ -21,11 +21,9 @@ FAST: dict[str, object] = {
     "sessions": 6,
     "session_rate": 200.0,
     "think_s": 0.001,
-    "turns_min": 2,
-    "turns_max": 2,
+    "turns": 2,
     "output_tokens": 2,
-    "system_tokens_min": 200,
-    "system_tokens_max": 300,
+    "system_tokens": "200-300",
     "request_timeout_s": 30.0,
     "rounds": 2,
 }
@@ -140,7 +138,7 @@ async def test_counters_that_disagree_are_explained() -> None:
 @pytest.mark.parametrize(("delays", "judgement"), [((0.6, 0.1), "better"), ((0.1, 0.6), "worse")])
 async def test_what_is_truly_faster_or_slower_is_found(delays: tuple[float, float], judgement: str) -> None:
     async with ArmGateway(delay_s=dict(zip(TWO, delays, strict=True))).running() as gateway:
-        result, _ = await run(gateway, sessions=4, turns_min=1, turns_max=1)
+        result, _ = await run(gateway, sessions=4, turns=1)
     found = contrast(result)
     # A machine that stalls in one block widens the interval, so the judgement may stay open; it is never reversed.
     assert found.judgement in (judgement, "not distinguishable")

@@ -232,8 +232,6 @@ async def test_nobody_listening() -> None:
         assert "ConnectionRefusedError" in record.detail
         with pytest.raises(ServerUnusable, match="/v1/models: ConnectionRefusedError"):
             await client.model_id()
-        with pytest.raises(ServerUnusable, match="ConnectionRefusedError"):
-            await client.warm_connections(2)
         assert "ConnectionRefusedError" in (await client.reset_prefix_cache() or "")
 
 

@@ -143,14 +143,6 @@ async def test_idle_connections_are_given_up_before_servers_close_them(monkeypat
     assert server.connections == 3
 
 
-async def test_warm_connections_are_the_ones_used() -> None:
-    server = ScriptedServer(answer_well)
-    async with server.running() as url, Client(Target(url, model="m")) as client:
-        await client.warm_connections(3)
-        await asyncio.gather(*(send(client) for _ in range(3)))
-    assert server.connections == 3
-
-
 async def test_a_name_with_several_addresses_finds_the_one_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ScriptedServer(answer_well)
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import loadgen.measure.records as module
 from loadgen.measure.gaps import GapHistogram
-from loadgen.measure.records import MAX_NAME_CHARS, OTHERS, RecordLog, Records, RequestRecord, records_of
-from tests.loadgen.measure.builders import request
+from loadgen.measure.records import MAX_NAME_CHARS, OTHERS, RecordLog, Records, RequestRecord
+from tests.loadgen.measure.builders import records_of, request
 
 NAMES = st.sampled_from(["", "a", "b", "pod-0", "größer"])
 TIMES = st.floats(0, 1e5)

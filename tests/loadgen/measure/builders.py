@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.measure.records import Records, RequestRecord, records_of
+from loadgen.measure.records import RecordLog, Records, RequestRecord
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ def failed(
     nothing = {"first_token_s": None, "has_usage": False, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
     values = {**nothing, "finished_s": intended_s + 0.01, "failure": why, "detail": f"{why}, says the server"}
     return request(session, turn, intended_s=intended_s, **{**values, **fields})
+
+
+def records_of(records: Iterable[RequestRecord], start_s: float = 0.0, *, keep_gaps: bool = True) -> Records:
+    """Return the columns of the given records."""
+    with RecordLog(start_s, keep_gaps=keep_gaps) as log:
+        for record in records:
+            log.add(record)
+        return log.finish()
 
 
 def made_run(requests: Sequence[RequestRecord], planned: int | None = None, duration_s: float | None = None) -> MadeRun:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.measure.pods import Counted, PodCount
-from loadgen.measure.records import RequestRecord, records_of
+from loadgen.measure.records import RequestRecord
 from loadgen.measure.summary import summarise, summarise_runs
 from loadgen.measure.validity import MAX_LAG_SHARE
 from loadgen.result.model import Reuse
-from tests.loadgen.measure.builders import MadeRun, failed, made_run, request
+from tests.loadgen.measure.builders import MadeRun, failed, made_run, records_of, request
 
 times_s = st.floats(0, 20)
 spans_s = st.floats(0.001, 5)

@@ -35,10 +35,9 @@ def test_arms_are_compared_on_the_same_requests(tmp_path: Path) -> None:
         "power_of_two",
         "round_robin",
         "predicted_ttft",
-        "--seeds=3,4",
-        "--die=pod-1@1",
-        "--join=pod-9@0.5",
-        "--slow=pod-2@1=0.5",
+        "--seed=3",
+        "--rounds=2",
+        "--events=pod-1@1=die,pod-9@0.5=join,pod-2@1=0.5",
         "--gateways=2",
         "--sessions=100",
         "--request-rate",
@@ -82,7 +81,6 @@ def test_records_that_cannot_be_kept_end_it_in_one_line(
 def test_a_sweep_ends_at_the_first_rate_that_saturates(tmp_path: Path) -> None:
     result = simulate(
         tmp_path,
-        "--sweep=rate",
         "--rates=4,60,900",
         "--pods=1",
         "--arms=least_loaded",
@@ -102,7 +100,6 @@ def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
     """Answers take 3 s and sweep steps 2 s. So each request finds more running requests than the last, but no queue."""
     result = simulate(
         tmp_path,
-        "--sweep=rate",
         "--rates=2,16",
         "--pods=1",
         "--arms=least_loaded",
@@ -122,7 +119,6 @@ def test_a_fleet_that_fills_up_is_not_saturated(tmp_path: Path) -> None:
 def test_a_sweep_goes_no_higher_than_sessions_last(tmp_path: Path) -> None:
     """With 40 sessions at 20 requests/s, all sessions have come within two seconds, before any queue shows."""
     flags = (
-        "--sweep=rate",
         "--pods=1",
         "--arms=least_loaded",
         "--point-s=5",
@@ -173,7 +169,7 @@ def recorded(folder: Path, kind: str, requests: int) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", ["mooncake", "custom"])
 def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind: str) -> None:
     flags = recorded(tmp_path, kind, 12)
-    result = simulate(tmp_path / "out", *flags, "--sessions", "4", "--seeds", "1,2,3")
+    result = simulate(tmp_path / "out", *flags, "--sessions", "4", "--rounds", "3")
     whole = simulate(tmp_path / "whole", *flags, "--sessions", "12")
     for arm, alone in zip(result.arms, whole.arms, strict=True):
         tokens = [block.prompt_tokens for block in arm.blocks]
@@ -181,7 +177,7 @@ def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind:
         assert sum(tokens) == alone.summary.prompt_tokens, "the parts make up the whole"
         if kind == "mooncake":
             assert all(block.duration_s < 3 for block in arm.blocks), "each part starts at time 0"
-    assert not [line for line in result.cautions if "--seeds" in line]
+    assert not [line for line in result.cautions if "--rounds" in line]
 
 
 @pytest.mark.parametrize(
@@ -190,21 +186,20 @@ def test_seeds_play_one_part_of_a_data_set_after_the_other(tmp_path: Path, kind:
         ("mooncake", ("--sessions", "12"), 1),
         ("mooncake", ("--sessions", "5"), 2),
         ("custom", ("--sessions", "12"), 1),
-        ("custom", ("--sessions", "4", "--reuse-prompts", "3"), 1),
     ],
 )
 def test_seeds_without_sessions_of_their_own_are_left_out_and_named(
     tmp_path: Path, kind: str, flags: tuple[str, ...], played: int
 ) -> None:
     flags = (*recorded(tmp_path, kind, 12), *flags)
-    result = simulate(tmp_path / "out", *flags, "--seeds", "1,2,3,4")
-    fewer = simulate(tmp_path / "fewer", *flags, "--seeds", ",".join("1234"[:played]))
+    result = simulate(tmp_path / "out", *flags, "--rounds", "4")
+    fewer = simulate(tmp_path / "fewer", *flags, "--rounds", str(played))
     assert len(result.arms[0].blocks) == played
     assert result.contrasts == fewer.contrasts, "copies of a round do not narrow an interval"
     assert [line for line in result.cautions if line not in fewer.cautions] == [
-        f"The data set has sessions for {played} of the 4 rounds that --seeds asks for. The others were not"
+        f"The data set has sessions for {played} of the 4 rounds that --rounds asks for. The others were not"
         " played: the same sessions again would narrow the intervals without new information. Fewer --sessions make"
-        " more rounds, unless --reuse-prompts sends one pool in all of them."
+        " more rounds."
     ]
 
 
@@ -232,21 +227,22 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--die", "pod-7@3", "--pods", "4"], "pod-7 is not running; pods are pod-0, pod-1, pod-2, pod-3"),
-        (["--die", "pod-0@1,pod-0@2"], "--die pod-0@2: pod-0 is not running"),
-        (["--join", "pod-1@3"], "pod-1 is already running"),
-        (["--die", "pod-0@1", "--pods", "1"], "--die leaves no pod"),
-        (["--slow", "pod-1@3"], "must end in a speed of 0.001 to 1000"),
-        (["--slow", "pod-1@3=1e-300"], "must end in a speed of 0.001 to 1000"),
-        (["--slow", "pod-1@soon=0.5"], "must name a pod and seconds"),
-        (["--rates", "3,4"], "--rates needs --sweep rate"),
-        (["--sweep", "rate", "--seeds", "1,2"], "--seeds does not go with --sweep rate"),
-        (["--sweep", "rate", "--baseline", "round_robin"], "--baseline does not go with --sweep rate"),
-        (["--sweep", "rate", "--rates", "5,3"], "must be above 0, finite and ascending"),
-        (["--sweep", "rate", "--rates", "3,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
-        (["--sweep", "rate", "--rates", "1e9"], "are over 10,000,000 requests"),
-        (["--sweep", "rate", "--point-s", "inf"], "--point-s"),
-        (["--sweep", "rate", "--start-rate", "inf"], "--start-rate"),
+        (["--events", "pod-7@3=die", "--pods", "4"], "pod-7 is not running; pods are pod-0, pod-1, pod-2, pod-3"),
+        (["--events", "pod-0@1=die,pod-0@2=die"], "--events pod-0@2=die: pod-0 is not running"),
+        (["--events", "pod-1@3=join"], "pod-1 is already running"),
+        (["--events", "pod-0@1=die", "--pods", "1"], "--events leaves no pod"),
+        (["--events", "pod-1@3"], "must name a pod, seconds of the run, and what happens"),
+        (["--events", "pod-1@3=1e-300"], "must end in die, join, or a speed of 0.001 to 1000"),
+        (["--events", "pod-1@soon=0.5"], "must name a pod, seconds of the run"),
+        (["--events", "pod-1@-1=die"], "must name a pod, seconds of the run"),
+        (["--point-s", "3"], "--point-s is for a sweep: give --start-rate or --rates"),
+        (["--start-rate", "4", "--rounds", "2"], "--rounds does not go with a sweep"),
+        (["--start-rate", "4", "--baseline", "round_robin"], "--baseline does not go with a sweep"),
+        (["--rates", "5,3"], "must be above 0, finite and ascending"),
+        (["--rates", "3,5", "--precision", "0.5"], "--rates and --precision exclude each other"),
+        (["--rates", "1e9"], "are over 10,000,000 requests"),
+        (["--start-rate", "1", "--point-s", "inf"], "--point-s"),
+        (["--start-rate", "inf"], "--start-rate"),
         (["--network-ms", "1"], "--network-ms was removed in 0.2.0"),
         (["--kv-tokens", "60000000000"], "8 pods of 60,000,000,000 tokens of KV in blocks of 16 are more than"),
         (["--profile", "b200"], "unknown sim profile 'b200'; there are: h100-8b"),
@@ -254,7 +250,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(
         (["--arms", "fastest"], "fastest is not an arm"),
         (["--baseline", "omniscient"], "--baseline omniscient is not an arm"),
         (["--max-running", "4096"], "--max-step-tokens must be at least --max-running"),
-        (["--kv-tokens", "100", "--block-size", "128"], "100 tokens of KV are less than a block of 128"),
         (["--workload", "diverse", "--arrival", "trace"], "needs a workload with times of its own"),
     ],
 )
@@ -275,7 +270,7 @@ def command(folder: Path, hash_seed: str, *flags: str) -> subprocess.Popen[str]:
 
 def test_two_processes_find_the_same_bit_for_bit(tmp_path: Path) -> None:
     arms = "predicted_ttft,affinity_groups,bounded_hash,sglang_cache_aware,llmd_211,preble_e2,omniscient"
-    flags = (*SMALL, "--arms", arms, "--gateways", "2", "--die", "pod-1@1", "--workload", "branching")
+    flags = (*SMALL, "--arms", arms, "--gateways", "2", "--events", "pod-1@1=die", "--workload", "branching")
     started = [command(tmp_path / seed, seed, *flags) for seed in ("1", "271828")]
     found = []
     for seed, process in zip(("1", "271828"), started, strict=True):
@@ -308,10 +303,10 @@ def test_ctrl_c_ends_it_without_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "after", "kept"),
     [
-        ([*RATE, "--seeds", "3,4,5"], 5, ["power_of_two", "round_robin"]),
-        ([*RATE, "--seeds", "3"], 1, None),
+        ([*RATE, "--rounds", "3"], 5, ["power_of_two", "round_robin"]),
+        (RATE, 1, None),
         ([*RATE, "--baseline", "power_of_two"], 1, ["power_of_two"]),
-        (["--sweep", "rate", "--rates", "2", "4"], 3, ["power_of_two", "round_robin"]),
+        (["--rates", "2", "4"], 3, ["power_of_two", "round_robin"]),
     ],
 )
 def test_ctrl_c_keeps_what_was_played(

@@ -9,14 +9,14 @@ from loadgen.workloads.kinds import KINDS
 SYNTHETIC = tuple(name for name, kind in KINDS.items() if not kind.reads_file)
 BRANCHING = ("branching",)
 SMALL: dict[str, dict[str, object]] = {
-    "tenants": {"tenants": 3, "system_tokens_min": 200, "system_tokens_max": 300, "unique_share": 0.2},
-    "agentic": {"shared_tokens": 200, "task_tokens": 20, "agent_turns": 5, "result_tokens": 60},
-    "agentic-small": {"shared_tokens": 200, "agent_turns": 4, "result_tokens": 60},
+    "tenants": {"tenants": 3, "system_tokens": "200-300"},
+    "agentic": {"instruction_tokens": 200, "turns": "3-7", "result_tokens": 60},
+    "agentic-small": {"instruction_tokens": 200, "turns": "2-6", "result_tokens": 60},
     "rag": {"documents": 6, "document_tokens": 80},
-    "few-shot": {"templates": 3, "example_tokens": 40},
+    "few-shot": {"templates": 3, "examples": 2},
     "batch": {"batch_size": 5},
     "code": {"repositories": 2, "repository_tokens": 200},
-    "gsp": {"gsp_num_groups": 4, "gsp_prompts_per_group": 10, "gsp_num_turns": 2, "gsp_range_ratio": 0.5},
+    "gsp": {"gsp_num_groups": 4, "gsp_prompts_per_group": 10},
     "random": {"random_prefix_len": 50, "random_range_ratio": 0.5},
 }
 

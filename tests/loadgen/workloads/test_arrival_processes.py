@@ -165,7 +165,7 @@ def load(*flags: str) -> ArrivalSettings:
         ("--arrival burst", ArrivalSpec(ArrivalKind.BURST, 1.0, burst_size=10)),
         ("--burst-size 4", ArrivalSpec(ArrivalKind.BURST, 1.0, burst_size=4)),
         ("--concurrency 4", ArrivalSpec(ArrivalKind.CLOSED, concurrency=4)),
-        ("--num-users 4 --user-gap-s 2", ArrivalSpec(ArrivalKind.USERS, num_users=4, user_gap_s=2.0)),
+        ("--num-users 4 --session-rate 2", ArrivalSpec(ArrivalKind.USERS, 2.0, num_users=4, user_gap_s=2.0)),
         (
             "--ramp-up-strategy exponential --ramp-up-start-rps 3 --ramp-up-end-rps 6 --ramp-s 9 --burstiness 2",
             ArrivalSpec(
@@ -194,6 +194,7 @@ def test_flags_say_how_sessions_arrive(flags: str, expected: ArrivalSpec) -> Non
         ("--ramp-up-strategy exponential --ramp-up-start-rps 0", "--ramp-up-start-rps must be above 0"),
         ("--arrival ramp --ramp-s inf", "--ramp-s must be finite"),
         ("--session-rate 0", "--session-rate: got '0'"),
+        ("--num-users 3 --request-rate inf", "--arrival users needs a finite --session-rate or --request-rate"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_by_name(flags: str, message: str) -> None:
@@ -202,6 +203,6 @@ def test_flags_that_do_not_fit_are_refused_by_name(flags: str, message: str) -> 
 
 
 def test_mean_turns_is_of_the_sessions_there_are() -> None:
-    assert mean_turns(sample("gsp"), 10_000) == 2.0
+    assert mean_turns(sample("gsp"), 10_000) == 1.0
     assert mean_turns(sample("diverse"), 5) == 1.0
-    assert 2 < mean_turns(sample("tenants", unique_share=0.0), 500) < 4
+    assert 2 < mean_turns(sample("tenants"), 500) < 4

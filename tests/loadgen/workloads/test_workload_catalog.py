@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ from loadgen.workloads.catalog import CONTROLS, NAMES, WorkloadSettings, build_w
 from loadgen.workloads.kinds import KINDS
 from tests.loadgen.workloads.samples import SYNTHETIC, sample
 
-GENERAL = {"workload", "seed", "reuse_prompts", "cache_pressure", "cluster_kv_tokens"}
+GENERAL = {"workload", "seed", "cache_pressure", "cluster_kv_tokens"}
 OTHER: dict[str, Any] = {
     "rag_order": "sorted",
     "zipf": 3.0,
-    "unique_share": 1.0,
     "regenerate_share": 0.6,
     "edit_share": 0.6,
-    "branch_after_s": 3.0,
-    "gsp_range_ratio": 0.25,
     "random_range_ratio": 0.5,
     "think_s": 7.0,
     "batch_size": 10,
@@ -50,20 +46,17 @@ def test_every_flag_belongs_to_a_workload_and_every_workloads_flag_exists() -> N
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_every_flag_changes_the_workload_and_its_default_does_not(name: str, flag: str) -> None:
     defaults = KINDS[name].flags
-    room = {"tenants": 5, "turns_max": 12, "regenerate_share": 0.4}  # otherwise a flag has nothing to act on
+    room = {"tenants": 5, "turns": "2-12", "regenerate_share": 0.4}  # otherwise a flag has nothing to act on
     base = {"workload": name, **{key: value for key, value in room.items() if key in defaults and key != flag}}
     plain = seen(build_workload(WorkloadSettings.model_validate(base)))
     assert seen(build_workload(WorkloadSettings.model_validate(base | {flag: defaults[flag]}))) == plain
-    changed = {
-        flag: OTHER[flag] if flag in OTHER else not defaults[flag] if flag == "gsp_ordered" else bigger(defaults, flag)
-    }
-    if flag.endswith("_min"):
-        changed[f"{flag[:-4]}_max"] = changed[flag]
+    changed = {flag: OTHER[flag] if flag in OTHER else bigger(defaults[flag])}
     assert seen(build_workload(WorkloadSettings.model_validate(base | changed))) != plain
 
 
-def bigger(defaults: Mapping[str, Any], flag: str) -> int:
-    return int(max(defaults[flag], defaults.get(f"{flag.removesuffix('_min')}_max", 0))) * 2 + 1
+def bigger(value: Any) -> int:
+    """Return twice the value, or the end of a range, and one more."""
+    return int(str(value).rpartition("-")[2]) * 2 + 1
 
 
 def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +76,11 @@ def test_help_has_every_workload_with_its_line(capsys: pytest.CaptureFixture[str
         ("--workload nonsense", "'nonsense' is unknown; workloads are .*rag"),
         ("--workload mooncake", "--workload mooncake needs --dataset-path"),
         ("--dataset-path x", "--dataset-path is a flag of sharegpt, .*, not of --workload tenants"),
-        ("--system-tokens-min 3000", "--system-tokens-min 3000 is above --system-tokens-max 2000"),
+        ("--system-tokens 3000-2000", "--system-tokens: got '3000-2000'; must begin with at least 1 and end with"),
+        ("--system-tokens 0-5", "--system-tokens: got '0-5'; must begin with at least 1"),
+        ("--turns 2.5", "--turns: got '2.5'; must be a whole number, or two with a hyphen"),
+        ("--turns 2-", "--turns: got '2-'; must be a whole number"),
+        ("--system-tokens 1-100000000000", "100000000000 is above 100,000,000"),
         ("--workload branching --edit-share 0.9", "--regenerate-share and --edit-share"),
         ("--cache-pressure 2", "--cache-pressure and --cluster-kv-tokens go together"),
         ("--cluster-kv-tokens 2", "--cache-pressure and --cluster-kv-tokens go together"),
@@ -146,23 +143,25 @@ def test_cache_pressure_has_a_bound() -> None:
         build_workload(settings)
 
 
-def test_reused_prompts_come_round_again() -> None:
-    workload = build_workload(load("--workload", "diverse", "--reuse-prompts", "5"))
-    sessions = [workload.session(i) for i in range(12)]
-    assert [session.number for session in sessions] == list(range(12))
-    assert [session.turns for session in sessions[5:10]] == [session.turns for session in sessions[:5]]
-    assert len({session.turns for session in sessions}) == 5
-    assert "5 sessions" in workload.about()["reused prompts"]
-    groups = build_workload(load("--workload", "gsp", "--gsp-num-groups", "2", "--reuse-prompts", "1000"))
-    assert groups.length is None
-    assert groups.session(32).turns == groups.session(0).turns
+def test_one_number_is_a_range_of_equal_ends(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("turns: 3\nsystem-tokens: 40-50\n")
+
+    class Configured(WorkloadSettings):
+        """Made like a command's settings."""
+
+        config: str | None = None
+
+    settings = Configured.load(["--config", str(tmp_path / "c.yaml")], prog="x", environ={})
+    sessions = [build_workload(settings).session(i) for i in range(20)]
+    assert {len(session.turns) for session in sessions} == {3}
+    assert all(40 <= session.turns[0].messages[0].pieces[0].tokens <= 50 for session in sessions)
 
 
 def test_about_says_ranges_and_values() -> None:
     about = sample("tenants").about()
     assert about["system tokens"] == "200 to 300"
     assert about["tenants"] == "3"
-    assert sample("gsp").about()["gsp range ratio"] == "0.5"
+    assert sample("gsp").about()["gsp range ratio"] == "1"
 
 
 def test_a_file_and_its_flags(tmp_path: Path) -> None:
@@ -173,7 +172,6 @@ def test_a_file_and_its_flags(tmp_path: Path) -> None:
     assert [build_workload(load(*base, "--speedup", "2")).session(i).start_s for i in range(3)] == [0, 0, 2]
     jittered = [build_workload(load(*base, "--jitter-bucket")).session(i).start_s for i in range(3)]
     assert len(set(jittered)) == 3
-    assert build_workload(load(*base, "--dataset-limit", "2")).length == 2
     again = build_workload(load(*base, "--jitter-bucket", "--seed", "2"))
     assert [again.session(i).start_s for i in range(3)] != jittered
 

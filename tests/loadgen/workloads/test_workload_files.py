@@ -96,7 +96,9 @@ def test_sharegpt_conversations_go_on_from_live_answers(tmp_path: Path, form: st
 
 def test_sharegpt_limits(tmp_path: Path) -> None:
     path = lines(tmp_path / "chats.jsonl", *CHATS)
-    assert load_sharegpt(path, dataset_limit=1).length == 1
+    several = load_sharegpt(path, turns_min=2)
+    assert several.length == 1
+    assert several.about()["left out"].endswith(" conversations with fewer than 2 answered questions")
     short = load_sharegpt(path, turns_max=1, sharegpt_output_len=7)
     assert [[turn.output_tokens for turn in short.session(i).turns] for i in range(2)] == [[7], [7]]
 
@@ -107,7 +109,6 @@ def test_custom_prompts(tmp_path: Path) -> None:
     assert [said(workload.session(i), 0) for i in range(2)] == [[("user", "one")], [("system", "S"), ("user", "U")]]
     assert [workload.session(i).turns[0].output_tokens for i in range(3)] == [4, 9, 4]
     assert workload.about()["equal first prompts"] == "1"
-    assert load_custom(tmp_path / "p.jsonl", dataset_limit=2).length == 2
 
 
 @pytest.mark.parametrize("name", ["output_tokens", "output_len", "max_tokens"])

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from engine.contract.keys import canonical_chat
 from loadgen.workloads.base import Piece, Session, conversation
 from loadgen.workloads.catalog import WorkloadSettings, build_workload
+from loadgen.workloads.chat import Chat
 from loadgen.workloads.draws import Zipf, permuted, rng_of
+from loadgen.workloads.published import GeneratedSharedPrefix
 from loadgen.workloads.render import Renderer
 from tests.loadgen.workloads.samples import BRANCHING, SYNTHETIC, answers, pieces, sample
 
@@ -155,21 +157,21 @@ def test_demo_traffic_is_the_default() -> None:
 
 
 def test_unique_share_is_met_and_shares_nothing() -> None:
-    sessions = [*map(sample("tenants", unique_share=0.3).session, range(1000))]
+    sessions = [*map(Chat(unique_share=0.3).session, range(1000))]
     alone = [session for session in sessions if not session.group]
     assert 0.23 < len(alone) / 1000 < 0.37
     assert all(len(s.turns) == 1 and len(s.turns[0].messages) == 1 for s in alone)
 
 
 def test_branching_regenerates_with_the_same_prompt_and_edits_with_another() -> None:
-    workload = sample("branching", regenerate_share=0.3, edit_share=0.2, branch_after_s=7.0)
+    workload = sample("branching", regenerate_share=0.3, edit_share=0.2)
     regenerated = edited = straight = 0
     for session in map(workload.session, range(300)):
         for before, turn in itertools.pairwise(session.turns):
             if turn.after != before.after:
                 straight += 1
                 continue
-            assert turn.think_s == before.think_s + 7.0
+            assert turn.think_s == before.think_s + 10.0
             regenerated += turn.messages == before.messages
             edited += turn.messages != before.messages
         last = session.turns[-1]
@@ -221,35 +223,31 @@ def test_agents_grow_by_results_of_tools_and_wait_for_them() -> None:
 
 
 def test_code_grows_and_its_cursor_moves() -> None:
-    session = sample("code", turns_min=4, turns_max=4, typed_tokens=30).session(0)
+    session = sample("code", turns=4).session(0)
     files = [turn.messages[1].pieces[0] for turn in session.turns]
-    assert [file.tokens - files[0].tokens for file in files] == [0, 30, 60, 90]
+    assert [file.tokens - files[0].tokens for file in files] == [0, 40, 80, 120]
     assert len({file.key for file in files}) == 1
     assert len({turn.messages[1].pieces[1].key for turn in session.turns}) == 4
     assert [turn.after for turn in session.turns] == [-1] * 4
     assert [turn.think_s for turn in session.turns] == sorted(turn.think_s for turn in session.turns)
 
 
-def test_gsp_has_every_prompt_of_every_group_once_in_order_or_not() -> None:
-    ordered, shuffled = sample("gsp", gsp_ordered=True), sample("gsp")
-    assert ordered.length == shuffled.length == 40
-    in_order = [ordered.session(i).group for i in range(40)]
-    assert in_order == [f"group {i // 10 + 1}" for i in range(40)]
-    mixed = [shuffled.session(i).group for i in range(40)]
-    assert mixed != in_order
-    assert Counter(mixed) == Counter(in_order)
+def test_gsp_has_every_prompt_of_every_group_once_in_random_order() -> None:
+    workload = sample("gsp")
+    assert workload.length == 40
+    groups = [workload.session(i).group for i in range(40)]
+    in_order = [f"group {i // 10 + 1}" for i in range(40)]
+    assert groups != in_order
+    assert Counter(groups) == Counter(in_order)
     with pytest.raises(IndexError):
-        ordered.session(40)
-    turns = ordered.session(0).turns
-    assert [turn.after for turn in turns] == [-1, 0]
-    assert len(turns[0].messages[0].pieces) == 2
-    assert len(turns[1].messages[0].pieces) == 1
-    everything = [ordered.session(i) for i in range(40)]
-    assert all(
-        64 <= t.messages[0].pieces[-1].tokens <= 128 and 128 <= t.output_tokens <= 256
-        for s in everything
-        for t in s.turns
-    )
+        workload.session(40)
+    spread = GeneratedSharedPrefix(num_groups=4, prompts_per_group=10, range_ratio=0.5)
+    for session in (spread.session(i) for i in range(40)):
+        (turn,) = session.turns
+        system, asked = turn.messages[0].pieces
+        assert 1024 <= system.tokens <= 2048
+        assert 64 <= asked.tokens <= 128
+        assert 128 <= turn.output_tokens <= 256
 
 
 def test_prefix_repetition_gives_each_prefix_its_share_in_every_round() -> None:

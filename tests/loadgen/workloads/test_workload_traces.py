@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.workloads.render import Renderer
-from loadgen.workloads.reuse import lru_hit_rate
 from loadgen.workloads.traces import Trace, load_bailian, load_mooncake, spread
+from tests.loadgen.workloads.lru import lru_hit_rate
 
 PROMPTS = st.lists(st.lists(st.integers(0, 6), max_size=6), max_size=30)
 
@@ -62,7 +62,6 @@ def test_requests_are_in_order_of_time_whatever_the_files_order(tmp_path: Path) 
     trace = load_mooncake(mooncake(tmp_path / "t.jsonl", (2000, 10, [1]), (500, 20, [2]), (500, 30, [3])))
     assert [trace.session(i).start_s for i in range(3)] == [0.0, 0.0, 1.5]
     assert list(trace.prompts()) == [(array("q", [2]), 20), (array("q", [3]), 30), (array("q", [1]), 10)]
-    assert load_mooncake(tmp_path / "t.jsonl", dataset_limit=2).length == 2
 
 
 def test_bailian_requests_belong_to_the_chat_their_parents_lead_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks the cache's invariants in full (README.md lists them)."""
+"""Checks the cache's invariants in full (engine/cache/README.md lists them)."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.cache.block_pool import BlockPool
-from engine.cache.held_keys import HeldKeys
 from engine.cache.indexed import NO_BLOCK, IndexedBlocks
+from engine.cache.prefix_cache import PrefixCache
 from engine.cache.sequence import CachedSequence
 
 
-def check(
-    pool: BlockPool,
-    indexed: IndexedBlocks,
-    users: Iterable[CachedSequence],
-    pins: Iterable[Iterable[int]],
-    keys: HeldKeys,
-    generation: int,
-) -> None:
-    """Raise AssertionError naming the first invariant that does not hold."""
+def check_integrity(cache: PrefixCache) -> None:
+    """Raise AssertionError naming the first invariant that does not hold. Visits everything."""
+    pool, indexed, users, keys = cache.pool, cache._indexed, list(cache._users), cache._keys
+    pins: tuple[Iterable[int], ...] = (cache.pins, cache.learnt)
     pinned = [list(kind) for kind in pins]
-    _check_blocks(pool, indexed, list(users), [block for kind in pinned for block in kind])
+    _check_blocks(pool, indexed, users, [block for kind in pinned for block in kind])
     for kind in pinned:
         _check_pins(indexed, kind)
     _check_chains(indexed)
     _check_eviction_order(pool, indexed)
     for sequence in users:
-        _check_table(sequence, indexed, is_current=sequence.generation == generation)
-    anchored = Counter(key for keys in indexed.keys for key in keys)
+        _check_table(sequence, indexed, is_current=sequence.generation == cache._generation)
+    anchored = Counter(key for found in indexed.keys for key in found)
     _require(anchored == keys.counts(), "held keys are those anchored at indexed blocks")
+    cache._index.check()
 
 
 def _check_pins(indexed: IndexedBlocks, pinned: Sequence[int]) -> None:
