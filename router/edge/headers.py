@@ -31,11 +31,13 @@ say, so no engine gets them from a client."""
 _WHO_ASKS = {"cookie", "forwarded", "x-real-ip"} | {
     f"x-forwarded-{what}" for what in ("for", "host", "proto", "port", "prefix", "server", "ssl", "scheme", "user")
 }
-# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`.
+# The gateway sends the body inflated, with its own length, and without waiting for `100 Continue`. It reads the answer,
+# so it asks for one that is not compressed.
 _REQUEST_ONLY = (
     _HOP_BY_HOP
     | _WHO_ASKS
     | {
+        "accept-encoding",
         "host",
         "content-length",
         "content-encoding",
@@ -55,9 +57,8 @@ CACHE_FACTS = frozenset(
     (headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH, headers.POLICY, headers.PREDICTED_CACHED)
 )
 """Headers about caches or pods. Engines send some of them, the gateway the others."""
-_OF_ANSWERS = frozenset(
-    ("content-type", "content-encoding", "content-language", "content-disposition", "cache-control")
-) | {
+_PLAIN = b"accept-encoding: identity\r\n"
+_OF_ANSWERS = frozenset(("content-type", "content-language", "content-disposition", "cache-control")) | {
     *("retry-after", "retry-after-ms", "x-should-retry", headers.WARNING, "x-accel-buffering", headers.SESSION),
     *("openai-model", "openai-processing-ms", "openai-version"),
     *(headers.CACHED, headers.PROMPT_TOKENS, headers.EPOCH),
@@ -65,7 +66,7 @@ _OF_ANSWERS = frozenset(
 """All headers of an engine that clients get: those about the body and its caching, about trying again, and what OpenAI
 and our engines say of the work. Others are the gateway's to send (limits, ids, whom to authenticate to, CORS, HSTS,
 other services), or tell about the fleet (Server, Via, Location)."""
-_FRAMING = _HOP_BY_HOP | {"content-length", "date", "server", ":status"}
+_FRAMING = _HOP_BY_HOP | {"content-length", "content-encoding", "date", "server", ":status"}
 
 
 def request_id(incoming: Mapping[str, str]) -> str:
@@ -112,6 +113,10 @@ class UpstreamHeaders:
         """Return the gateway's own credentials for engines that want the key of that name."""
         return self._credentials.get(key) or self._credentials.get("", {})
 
+    def has_own_key(self, pod: Pod) -> bool:
+        """Return whether the pod gets the gateway's key or none, and not the client's."""
+        return bool(self._own) or bool(self.credentials_of(pod.key))
+
     def changes(
         self, request_id: str, pod: Pod, session_id: str | None, trace: bytes | None = None
     ) -> tuple[dict[str, str], frozenset[str]]:
@@ -119,7 +124,7 @@ class UpstreamHeaders:
 
         The parameters are those of `of`.
         """
-        fields = {headers.REQUEST_ID: request_id, **self.credentials_of(pod.key)}
+        fields = {headers.REQUEST_ID: request_id, "accept-encoding": "identity", **self.credentials_of(pod.key)}
         if session_id is not None:
             fields[headers.SESSION] = session_id
         for line in ((trace or b"") + pod.rank_field).decode().splitlines():
@@ -151,6 +156,7 @@ class UpstreamHeaders:
             ]
             dropped = dropped | {name.encode("latin-1") for name in _next_hop_only(listed)}
         lines = [b"%b: %b\r\n" % field for name, field in zip(names, incoming, strict=True) if name not in dropped]
+        lines.append(_PLAIN)
         lines.append(f"{headers.REQUEST_ID}: {request_id}\r\n".encode())
         if session_id is not None:
             lines.append(f"{headers.SESSION}: {session_id}\r\n".encode())

@@ -28,7 +28,7 @@ class Cause(Enum):
     UNABLE = auto()
     """Another pod may be able to answer: 501, an unknown path, an answer that is too large."""
     BROKEN = auto()
-    """Another 5xx, a connection that broke off, an error event, a stream without a byte."""
+    """Another 5xx, an answer that broke off or ended without its end mark, an error event, a stream without a token."""
     SILENT = auto()
     """Nothing came in time."""
     UNREACHABLE = auto()
@@ -37,6 +37,9 @@ class Cause(Enum):
     """The pod says that it shuts down: it takes no new requests, and completes those that it has."""
     DEAD = auto()
     """The pod says that its engine has died, perhaps because of this request."""
+    NO_ANSWER = auto()
+    """What the pod said is no answer to the request, although its status may be 200: a page, half an object, a
+    redirect, a refusal of the gateway's own key, or that it lacks a model that it lists."""
     ABORTED = auto()
     """The pod gave up the answer but calls it finished: it shuts down, goes to sleep or is paused."""
 
@@ -46,7 +49,7 @@ class Cause(Enum):
     @property
     def is_pods_fault(self) -> bool:
         """Whether the failure counts against the pod, unless the request is at fault."""
-        return self in (Cause.BROKEN, Cause.TURNED_AWAY)
+        return self in (Cause.BROKEN, Cause.TURNED_AWAY, Cause.NO_ANSWER)
 
     @property
     def is_leaving(self) -> bool:
@@ -68,7 +71,7 @@ class Failure(Enum):
     CONNECT = "connect"
     """No connection could be made."""
     DISCONNECT = "disconnect"
-    """The connection broke off, or the stream had no event."""
+    """The connection broke off, or the stream ended without a token or without its end mark."""
     TIMEOUT = "timeout"
     """Nothing came in time, or the engine sleeps."""
     TOO_LARGE = "too_large"
@@ -87,13 +90,16 @@ class ErrorStatus:
     """The engine answered with a status of 300 or more.
 
     `says_when`: the answer has Retry-After. `meaning`: what a known text of an engine says in the body of a 5xx.
-    `is_unknown_path`: the body says that the engine does not know the path.
+    `is_unknown_path`: the body says that the engine does not know the path. `is_unknown_model`: it says that the engine
+    lacks the model. `is_keys`: it refuses the key of the gateway.
     """
 
     status: int
     says_when: bool = False
     meaning: Cause | None = None
     is_unknown_path: bool = False
+    is_unknown_model: bool = False
+    is_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +117,25 @@ class GaveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """The engine sent a whole body with status 200 that is no answer of the API."""
+
+
+@dataclass(frozen=True, slots=True)
 class Began:
-    """The engine has begun to answer, and more comes."""
+    """The engine has sent the first token of a stream, or the beginning of a large answer, and more comes."""
 
     is_stream: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The engine has sent the whole answer."""
+    """The engine has sent the whole answer, of a stream with its end mark."""
 
     is_stream: bool
 
 
-Observed = Failed | ErrorStatus | ErrorEvent | GaveUp | Began | Ended
+Observed = Failed | ErrorStatus | ErrorEvent | GaveUp | NoAnswer | Began | Ended
 """What an engine did, as far as it decides the result."""
 
 
@@ -153,7 +164,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request is wrong: a redirect, or a 4xx except 429. The client gets the engine's answer."""
+    """The request is wrong: a 4xx except 429. The client gets the engine's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,8 @@ def result_of(observed: Observed, client_has: ClientHas, *, is_at_work: bool = F
             cause, reason = meaning or (Cause.TURNED_AWAY if is_turned_away else Cause.BROKEN), "error"
         case GaveUp():
             cause, reason = Cause.ABORTED, "status"
+        case NoAnswer():
+            cause, reason = Cause.NO_ANSWER, "no_answer"
         case _:
             assert_never(observed)
     if client_has is ClientHas.PART:
@@ -231,6 +244,8 @@ def _cause_of_status(answer: ErrorStatus) -> Cause | None:
     """Return why a pod answered with this status; None if the request is wrong."""
     if answer.is_unknown_path:
         return Cause.UNABLE
+    if answer.is_unknown_model or answer.is_keys or answer.status < 400:
+        return Cause.NO_ANSWER
     if answer.meaning is not None:
         return answer.meaning
     match answer.status:

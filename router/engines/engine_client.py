@@ -53,6 +53,7 @@ class Answer:
         "_failure",
         "_headers",
         "_is_over",
+        "_longer",
         "_loop",
         "_size",
         "_timer",
@@ -72,6 +73,7 @@ class Answer:
         self._is_over = False
         self._failure: tuple[type[OSError], str] | None = None  # not an exception: its traceback would lead back here
         self._timer: asyncio.TimerHandle | None = None
+        self._longer: Callable[[], float | None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -137,16 +139,23 @@ class Answer:
         self._size = 0
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def set_deadline(self, time_s: float | None) -> None:
-        """End the answer at `time_s` if it is incomplete; None: never. A timer costs less than asyncio.timeout."""
+    def set_deadline(self, time_s: float | None, longer: Callable[[], float | None] | None = None) -> None:
+        """End the answer at `time_s` if it is incomplete; None: never. A timer costs less than asyncio.timeout.
+
+        `longer`: is called then, and may return a later time.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._longer = longer
         if time_s is not None:
             self._timer = self._loop.call_at(time_s, self._expire)
 
     def _expire(self) -> None:
         if not self._is_over:
+            if self._longer is not None and (later_s := self._longer()) is not None:
+                self._timer = self._loop.call_at(later_s, self._expire)
+                return
             self._failure = self._failure or (TimeoutError, "the deadline has passed")
             self.close()
             self._tell()
@@ -215,13 +224,20 @@ class EngineClient:
         return sum(pool.size for pool in self._pools.values())
 
     async def post(
-        self, target: Target, fields: bytes, body: bytes, on_sent: Callable[[], None], deadline_s: float
+        self,
+        target: Target,
+        fields: bytes,
+        body: bytes,
+        on_sent: Callable[[], None],
+        deadline_s: float,
+        longer: Callable[[], float | None] | None = None,
     ) -> Answer:
         """Send a POST and return its answer once the head is here.
 
         `fields`: its header fields, except the host and the body's length. `on_sent` is called once the request is on
-        its way or waits for a connection. The answer has until `deadline_s`, unless that is changed later. Raises
-        NotConnected, BrokeOff or TimeoutError. If this raises or is cancelled, the connection is closed already.
+        its way or waits for a connection. The answer has until `deadline_s`, unless that is changed later or `longer`
+        gives it more time (see `Answer.set_deadline`). Raises NotConnected, BrokeOff or TimeoutError. If this raises or
+        is cancelled, the connection is closed already.
 
         A request is sent again, on a fresh connection, only if a kept connection was lost within STALE_S, before a byte
         of the answer: then the server has almost surely closed the idle connection at the same moment (RFC 9112,
@@ -232,11 +248,11 @@ class EngineClient:
         head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, fields, len(body))
         if (connection := pool.take()) is None:
             on_sent()
-            answer = self._ask(await self._connect(pool, deadline_s), head, body, deadline_s)
+            answer = self._ask(await self._connect(pool, deadline_s), head, body, deadline_s, longer)
             await answer.wait_head()
             return answer
         sent_s = self._loop.time()
-        answer = self._ask(connection, head, body, deadline_s)
+        answer = self._ask(connection, head, body, deadline_s, longer)
         on_sent()
         try:
             await answer.wait_head()
@@ -250,14 +266,21 @@ class EngineClient:
                 fresh = None
             if fresh is None:  # the engine is gone, perhaps because of this request: report the first error
                 raise
-        answer = self._ask(fresh, head, body, deadline_s)
+        answer = self._ask(fresh, head, body, deadline_s, longer)
         await answer.wait_head()
         return answer
 
-    def _ask(self, connection: Connection, head: bytes, body: bytes, deadline_s: float) -> Answer:
+    def _ask(
+        self,
+        connection: Connection,
+        head: bytes,
+        body: bytes,
+        deadline_s: float,
+        longer: Callable[[], float | None] | None,
+    ) -> Answer:
         """Send the request and return its answer, which has not begun yet."""
         answer = Answer(connection, self._loop)
-        answer.set_deadline(deadline_s)
+        answer.set_deadline(deadline_s, longer)
         connection.request(head, body, answer)
         return answer
 

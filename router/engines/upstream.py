@@ -1,4 +1,4 @@
-"""Open one attempt at one pod, up to the moment when the client may see something of its answer."""
+"""Open one attempt at one pod, up to the moment when the client may see something of its answer: its first token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.common.http.target import Target
-from router.continuing.transcript import only_begins
 from router.edge.errors import BadGateway, DeadlineExceeded, EngineLeaves, OutOfResources, UpstreamError
 from router.engines.attempt_result import (
     Cause,
@@ -15,56 +14,58 @@ from router.engines.attempt_result import (
     Failed,
     Failure,
     GaveUp,
+    NoAnswer,
     Observed,
     began,
-    ended,
 )
 from router.engines.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, GivenUp, NotConnected
 from router.engines.engine_errors import (
     GAVE_UP,
-    engine_error,
-    is_aborted,
-    is_cut,
-    is_end_alone,
+    is_unknown_model,
     is_unknown_path,
-    meaning,
     meaning_of_body,
 )
+from router.engines.inflating import Body, UnknownCoding, inflated
+from router.engines.stream_beginning import beginning
+from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.whole_answers import observed_whole
 from router.fleet.lack import lack_of
 from router.fleet.pod import Pod
 from router.reading.inbound import Inbound
-from router.reading.upload import Upload
 
 WHOLE_BYTES = 2**20
 """An answer of up to this many bytes is read whole, so that another pod can be tried if the pod dies within it. A
 larger one is passed on as it comes, since its client may read slowly."""
 HEARD_AT_ONCE = "audio/"
 """Content types with this prefix are passed on from the first byte, as streams are: speech is played as it comes."""
-ANNOUNCED_BYTES = 2**18
-"""Most bytes of a response's announcement (it repeats fields of the request) that are held back until more comes."""
 MAX_ERROR_BYTES = 16 * 2**20
 """Largest answer with an error. It is read whole, since another pod may succeed."""
 
 
 @dataclass(slots=True)
 class Opened:
-    """An answer that has begun. `first`: the part of its body that has come; all of it if `is_whole`."""
+    """An answer that has begun.
+
+    `first`: the part of its body that has come; all of it if `is_whole`. `rest`: the rest of the body. `reader`: has
+    read `first`, if the answer is a stream.
+    """
 
     response: Answer
+    rest: Body
     first: bytes
-    is_stream: bool
     is_whole: bool
+    observed: Observed
+    reader: StreamReader | None = None
 
     @property
-    def observed(self) -> Observed:
-        """What the engine did, by the answer's status and the error texts of known engines."""
-        status, first = self.response.status, self.first
-        if status >= 300:
-            return observed_status(status, first, says_when="Retry-After" in self.response.headers)
-        without_a_word = is_end_alone if self.is_stream else is_cut
-        if (self.is_whole or self.is_stream) and (is_aborted(first) or without_a_word(first)):
-            return GaveUp()
-        return ended(is_stream=False) if self.is_whole else began(is_stream=self.is_stream)
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self.reader is not None
+
+    @property
+    def content_length(self) -> int | None:
+        """The body's length in bytes; None if the client cannot be told."""
+        return self.response.content_length if self.rest is self.response else None
 
     def take_first(self) -> bytes:
         """Return the part of the body that has come, and release it here."""
@@ -76,28 +77,38 @@ class Opened:
         self.response.close()
 
 
-def observed_status(status: int, body: bytes, *, says_when: bool) -> ErrorStatus:
-    """Return what an answer with this status, of 300 or more, and this body shows. `says_when`: it has Retry-After."""
+def observed_status(status: int, body: bytes, *, says_when: bool, has_own_key: bool) -> ErrorStatus:
+    """Return what an answer with this status, of 300 or more, and this body shows.
+
+    `says_when`: it has Retry-After. `has_own_key`: the engine got the gateway's key, or none, but not the client's.
+    """
     return ErrorStatus(
         status,
         says_when=says_when,
         meaning=meaning_of_body(body) if status >= 500 else None,
         is_unknown_path=is_unknown_path(status, body),
+        is_unknown_model=is_unknown_model(status, body),
+        is_keys=has_own_key and status in (401, 403),
     )
 
 
-def observed_event(events: bytes) -> tuple[ErrorEvent, str] | None:
-    """Return what an error event in `events` shows, and its message; None if there is none."""
-    error = engine_error(events)
-    return None if error is None else (ErrorEvent(error.code, meaning(error.message)), error.message)
-
-
-def failure_of(cause: Cause, opened: Opened) -> UpstreamError:
-    """Return the error that the client gets if the answer is not passed on and no other attempt succeeds."""
-    status = opened.response.status
-    if cause is Cause.LEAVING:
-        return EngineLeaves(f"the engine answered {status}: it shuts down")
-    return BadGateway(GAVE_UP if cause is Cause.ABORTED else f"the engine answered {status}")
+def failure_of(observed: Observed, cause: Cause, status: int) -> UpstreamError | None:
+    """Return the error that the client gets if the answer is not passed on and no other attempt succeeds; None: the
+    engine's own answer is an error that the client can use."""
+    match observed:
+        case ErrorStatus() if cause is Cause.LEAVING:
+            return EngineLeaves(f"the engine answered {status}: it shuts down")
+        case ErrorStatus(is_keys=True):
+            return BadGateway(f"the engine answered {status}: it refuses the gateway's key (--engine-api-key-file)")
+        case ErrorStatus() if status < 400:
+            return BadGateway(f"the engine answered {status}, a redirect, which the gateway does not follow")
+        case GaveUp():
+            return BadGateway(GAVE_UP)
+        case NoAnswer():
+            return BadGateway("the engine answered 200 with a body that is no answer of this API")
+        case ErrorEvent():
+            return BadGateway("the engine answered 200 with an error")
+    return None
 
 
 def target_of(pod: Pod, inbound: Inbound) -> Target:
@@ -111,34 +122,46 @@ def target_of(pod: Pod, inbound: Inbound) -> Target:
 class PodFailed(Exception):
     """An attempt without an answer. `error` is for the client if no other attempt succeeds."""
 
-    def __init__(self, observed: Failed | ErrorEvent, error: UpstreamError) -> None:
+    def __init__(self, observed: Failed | ErrorEvent | GaveUp | NoAnswer, error: UpstreamError) -> None:
         super().__init__(error.detail)
         self.observed = observed
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for an answer to begin. `until_s`: when to give it up, on the loop's clock. `longer`: is called
+    then; it returns a later time, or None to give the answer up."""
+
+    until_s: float
+    longer: Callable[[], float | None] | None = None
+
+
 async def open_answer(
     client: EngineClient,
     target: Target,
-    body: bytes | Upload,
+    asked: Inbound,
     fields: bytes,
-    deadline_s: float,
+    patience: Patience,
     keep: Callable[[int], bool],
     on_sent: Callable[[], None],
+    *,
+    has_own_key: bool,
 ) -> Opened:
-    """Send the request and wait for the answer's first byte, or for all of a small answer that is no stream.
+    """Send the request and wait for a stream's first token, or for all of a small answer that is no stream.
 
     `fields`: header fields as they are sent. `keep` reserves bytes for an answer that is no stream, or returns False.
-    `on_sent` is called once the request is on its way or waits for a connection. Raises PodFailed, or OutOfResources if
-    no pod is at fault. The caller closes the answer. If this raises or is cancelled, the connection is closed already.
+    `on_sent` is called once the request is on its way or waits for a connection. `has_own_key`: see `observed_status`.
+    Raises PodFailed, or OutOfResources if no pod is at fault. The caller closes the answer. If this raises or is
+    cancelled, the connection is closed already.
     """
     response: Answer | None = None
     try:
-        if isinstance(body, bytes):
-            response = await client.post(target, fields, body, on_sent, deadline_s)
+        if asked.upload is None:
+            response = await client.post(target, fields, asked.body, on_sent, patience.until_s, patience.longer)
         else:
-            response = await client.upload(target, fields, body.pieces(), on_sent, deadline_s)
-        opened = await _opened(response, target, keep)
+            response = await client.upload(target, fields, asked.upload.pieces(), on_sent, patience.until_s)
+        opened = await _opened(response, asked, keep, has_own_key=has_own_key)
         response.set_deadline(None)
         response = None
         return opened
@@ -155,6 +178,10 @@ async def open_answer(
         text = "the engine broke off its answer"
         error = BadGateway(text, f"{target.authority}: {text}: {cause or type(cause).__name__}")
         raise PodFailed(Failed(Failure.DISCONNECT), error) from None
+    except StreamFailed as failed:
+        leaves = isinstance(failed.observed, ErrorEvent) and failed.observed.meaning is Cause.LEAVING
+        error = EngineLeaves(failed.message) if leaves else BadGateway(failed.message)
+        raise PodFailed(failed.observed, error) from None
     finally:
         if response is not None:
             response.close()
@@ -171,34 +198,36 @@ def _not_connected(target: Target, cause: NotConnected) -> Exception:
     return PodFailed(Failed(Failure.CONNECT), error)
 
 
-async def _opened(response: Answer, target: Target, keep: Callable[[int], bool]) -> Opened:
-    """Wait for the first byte of a stream, or for all of a small answer. Raises as `Answer.readany`, and PodFailed."""
-    is_stream = response.status == 200 and response.content_type == "text/event-stream"
-    if is_stream or (response.status < 300 and response.content_type.startswith(HEARD_AT_ONCE)):
-        first, is_whole = await response.readany(), False
-        while is_stream and len(first) < ANNOUNCED_BYTES and only_begins(first):
-            if not (more := await response.readany()):
-                break
-            first += more
-    elif response.status < 300:
-        first, is_whole = await _beginning(response, keep)
-    else:
-        first, is_whole = await _error(response, keep), True
-    if is_stream and not first:
-        text = "the engine sent an empty stream"
-        raise PodFailed(Failed(Failure.DISCONNECT), BadGateway(text, f"{target.authority}: {text}"))
-    if is_stream and (found := observed_event(first)) is not None:
-        observed, message = found
-        leaves = observed.meaning is Cause.LEAVING
-        raise PodFailed(observed, EngineLeaves(message) if leaves else BadGateway(message))
-    return Opened(response, first, is_stream, is_whole)
+async def _opened(response: Answer, asked: Inbound, keep: Callable[[int], bool], *, has_own_key: bool) -> Opened:
+    """Wait for the first token of a stream, or for all of a small answer.
+
+    Raises as `Answer.readany`, StreamFailed and PodFailed.
+    """
+    status = response.status
+    try:
+        body = inflated(response, response.headers.get("Content-Encoding"))
+    except UnknownCoding as coding:
+        raise PodFailed(NoAnswer(), BadGateway(f"the engine answered {status} with {coding}")) from None
+    if status >= 300:
+        first, says_when = await _error(body, status, keep), "Retry-After" in response.headers
+        observed: Observed = observed_status(status, first, says_when=says_when, has_own_key=has_own_key)
+        return Opened(response, body, first, True, observed)
+    if status == 200 and response.content_type == "text/event-stream":
+        reader = StreamReader(asked.endpoint, asked.answers, is_rest=asked.is_rest)
+        first = await beginning(body, reader)
+        return Opened(response, body, first, False, began(is_stream=True), reader)
+    if response.content_type.startswith(HEARD_AT_ONCE):
+        return Opened(response, body, await body.readany(), False, began(is_stream=False))
+    first, is_whole = await _beginning(body, keep)
+    observed = observed_whole(asked.endpoint, first) if is_whole else began(is_stream=False)
+    return Opened(response, body, first, is_whole, observed)
 
 
-async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[bytes, bool]:
+async def _beginning(body: Body, keep: Callable[[int], bool]) -> tuple[bytes, bool]:
     """Return the body's beginning, and whether it is all: a large body, or one that does not fit, is not read whole."""
     chunks = []
     size = 0
-    while chunk := await response.readany():
+    while chunk := await body.readany():
         chunks.append(chunk)
         size += len(chunk)
         if size > WHOLE_BYTES or not keep(len(chunk)):
@@ -206,14 +235,14 @@ async def _beginning(response: Answer, keep: Callable[[int], bool]) -> tuple[byt
     return b"".join(chunks), True
 
 
-async def _error(response: Answer, keep: Callable[[int], bool]) -> bytes:
+async def _error(body: Body, status: int, keep: Callable[[int], bool]) -> bytes:
     """Return the whole body of an error. Raises PodFailed if there is no room for it."""
     chunks = []
     size = 0
-    while chunk := await response.readany():
+    while chunk := await body.readany():
         chunks.append(chunk)
         size += len(chunk)
         if size > MAX_ERROR_BYTES or not keep(len(chunk)):
-            error = BadGateway(f"the engine answered {response.status}, with a body that is too large to keep")
+            error = BadGateway(f"the engine answered {status}, with a body that is too large to keep")
             raise PodFailed(Failed(Failure.TOO_LARGE), error)
     return b"".join(chunks)

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.contract import headers
-from router.engines.engine_errors import has_error
 
 TAIL_BYTES = 4096
-TAIL_CHUNKS = 8
 
 # A quote inside generated text is escaped, so `"cached_tokens":` can only be a key of the answer itself.
 _NUMBER = {
@@ -65,35 +63,41 @@ class Usage:
 
 
 class Tail:
-    """The last chunks of a body, kept by reference."""
+    """The last TAIL_BYTES of a body, however small the chunks are in which it comes."""
 
-    __slots__ = ("_chunks", "add")
+    __slots__ = ("_chunks", "_size")
 
     def __init__(self) -> None:
-        self._chunks: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
-        self.add = self._chunks.append
-        """Adds a chunk and drops the oldest."""
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
 
-    def usage(self, *, is_broken: bool = False) -> Usage:
-        """Return the counts in the last TAIL_BYTES of a stream. `is_broken`: the stream broke off.
-
-        Engines that give usage in every event do not give cached tokens in the early ones.
-        """
-        tail = self.last_bytes()
-        if tail.find(b'_tokens"') < 0 and tail.find(b'"usage"') < 0:
-            return Usage(is_broken=is_broken)
-        usage = usage_in(tail)
-        event = _last_usage_event(tail)
-        ends = _NO_CHOICES.search(event) or b'"message_delta"' in event or b'"input_tokens_details"' in event
-        usage.is_final = not is_broken and bool(_USAGE.search(event) and ends) and not has_error(tail)
-        usage.is_final &= not _is_silent_of_cache(usage, event)
-        if is_broken:
-            usage.is_broken, usage.cached_tokens = True, None
-        return usage
+    def add(self, chunk: bytes) -> None:
+        """Add a chunk, and drop what is not needed any more."""
+        chunk = chunk[-TAIL_BYTES:]
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > 2 * TAIL_BYTES:
+            self._chunks = deque((self.last_bytes(),))
+            self._size = TAIL_BYTES
 
     def last_bytes(self) -> bytes:
         """Return the last bytes of the body, at most TAIL_BYTES."""
         return b"".join(self._chunks)[-TAIL_BYTES:]
+
+
+def stream_usage(event: bytes, *, is_broken: bool = False) -> Usage:
+    """Return the counts in `event`, the data of a stream's last event with a usage. `is_broken`: the stream broke off.
+
+    Engines that give usage in every event do not give cached tokens in the early ones.
+    """
+    if not event:
+        return Usage(is_broken=is_broken)
+    usage = usage_in(event[max(0, event.rfind(b'"usage"') - TAIL_BYTES) :])
+    ends = _NO_CHOICES.search(event) or b'"message_delta"' in event or b'"input_tokens_details"' in event
+    usage.is_final = not is_broken and bool(ends) and not _is_silent_of_cache(usage, event)
+    if is_broken:
+        usage.is_broken, usage.cached_tokens = True, None
+    return usage
 
 
 def whole_usage(body: bytes) -> Usage:
@@ -137,13 +141,6 @@ def header_usage(answer: Mapping[str, str]) -> Usage:
     return Usage(
         prompt_tokens=_count(answer.get(headers.PROMPT_TOKENS)), cached_tokens=_count(answer.get(headers.CACHED))
     )
-
-
-def _last_usage_event(tail: bytes) -> bytes:
-    """Return the line of `tail` with the last usage; empty if there is none, or if its end is missing."""
-    at = tail.rfind(b'"usage"')
-    end = tail.find(b"\n", at)
-    return tail[tail.rfind(b"\n", 0, at) + 1 : end] if 0 <= at < end else b""
 
 
 def _last(pattern: re.Pattern[bytes], tail: bytes) -> int | None:

@@ -47,6 +47,7 @@ class Pod:
 
     __slots__ = (
         "adapters",
+        "answered",
         "cap",
         "epoch",
         "facts",
@@ -61,6 +62,7 @@ class Pod:
         "state",
         "targets",
         "tells_cached_tokens",
+        "token_s",
         "url",
     )
 
@@ -98,6 +100,10 @@ class Pod:
         self.in_flight = 0
         self.heard_at_s = -math.inf
         """When it last published to the registry."""
+        self.token_s = -math.inf
+        """When a stream of it last gave a token, as of the last look at that stream."""
+        self.answered: set[str] = set()
+        """Paths that it has answered well, so it knows them; at most MAX_TARGETS."""
         self.weight = weight
         self.tells_cached_tokens = False
         """Whether an answer ever said how many tokens were reused. If such an engine leaves the number out, it is 0."""
@@ -129,6 +135,11 @@ class Pod:
         late_s = self.state.lateness_s(now_s)
         self.cap.reported(counts.as_load(), late_s)
         self.state.counted(counts, since, capacity_tokens=self.facts.kv_capacity_tokens, now_s=now_s)
+
+    def knows(self, path: str) -> None:
+        """Note that the pod has answered a request for `path`."""
+        if path not in self.answered and len(self.answered) < MAX_TARGETS:
+            self.answered.add(path)
 
     def is_same_life(self, identity: PodIdentity) -> bool:
         """Return whether `identity` is this pod, not restarted."""

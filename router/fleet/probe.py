@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,11 @@ from engine.contract.errors import quoted
 from router.fleet.lack import Lacks, lack_of
 from router.views.types import PodId
 
-MAX_ANSWER_BYTES = 2**20
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 4 * 2**20
 MAX_MODELS = 1024
-"""Models of one engine: each is a time series."""
+"""Models of one engine that are served: each is a time series. Those after them are passed over."""
 SLEEP_TIMEOUT_S = 1.0
 """Seconds to wait for an engine to say whether it sleeps. A sleeping engine answers at once, and a computing engine
 answers after its step. So no answer means that it is awake."""
@@ -32,7 +35,9 @@ _VLLM = b'"owned_by":"vllm"'
 _ASLEEP = re.compile(rb'\s*\{\s*"is_sleeping"\s*:\s*true\s*\}\s*')
 MAX_EPOCH_DIGITS = 20
 _NAME = re.compile(r"[\x21-\x7e]{1,253}")
-"""The name of a pod or a model: safe in a header, a label and a line of the log."""
+"""The name of a pod: safe in a header, a label and a line of the log."""
+MAX_NAME_CHARS = 253
+"""Longest name of a model. It may have blanks and letters of any script: it is no part of a header."""
 NEW_IN_EVERY_ANSWER = frozenset(("created", "permission"))
 """Fields of a model's card that some engines fill anew: the time of the answer, and a random id with its own time."""
 
@@ -121,6 +126,8 @@ class HttpProbe:
         self._timeout_s = timeout_s
         self._credentials = credentials
         self._pods = pods
+        self._unfit: dict[str, tuple[str, ...]] = {}
+        """URL of an engine -> the names of its models that are passed over."""
         self._sleepless: set[str] = set()
         """URLs of engines without `/is_sleeping`, which therefore never sleep."""
 
@@ -155,7 +162,8 @@ class HttpProbe:
                 self._lacks.note(lack)
                 raise ProbeFailed(f"the gateway cannot open a connection ({lack})", untried=True) from None
             raise ProbeFailed(f"{type(error).__name__}: {error}") from None
-        models = served_models(body)
+        models, unfit = served_models(body)
+        self._say_unfit(url, unfit)
         if url not in self._sleepless and any(_VLLM in model.card for model in models):
             await self._see_awake(url, credentials)
         epoch = names.get(headers.EPOCH, "")
@@ -167,6 +175,24 @@ class HttpProbe:
             epoch=int(epoch) if epoch.isdecimal() and len(epoch) <= MAX_EPOCH_DIGITS else None,
             models=models,
         )
+
+    def _say_unfit(self, url: str, unfit: tuple[str, ...]) -> None:
+        """Log once which models of an engine are passed over."""
+        if unfit == self._unfit.get(url, ()):
+            return
+        if len(self._unfit) >= MAX_SLEEPLESS:
+            self._unfit.clear()
+        self._unfit[url] = unfit
+        if unfit:
+            log.warning(
+                "fleet: %d models of the engine at %s are not served, %s among them: a name has 1 to %d printable "
+                "characters, and an engine %d models at most",
+                len(unfit),
+                url,
+                unfit[0],
+                MAX_NAME_CHARS,
+                MAX_MODELS,
+            )
 
     async def _see_awake(self, url: str, credentials: Mapping[str, str]) -> None:
         """Check that the engine is awake. vLLM in development mode can sleep: it still lists its models, but requests
@@ -197,7 +223,9 @@ class HttpProbe:
 def named_by_discovery(url: str, model: str) -> PodIdentity:
     """Return the identity of an engine that does not give it, from the one model that discovery names. Raises
     ProbeFailed."""
-    _named(model, "model of discovery")
+    if not _is_fit(model):
+        what = f"1 to {MAX_NAME_CHARS} printable characters"
+        raise ProbeFailed(f"its model of discovery {quoted(model)} is not valid: it must be {what}")
     card = orjson.dumps({"id": model, "object": "model", "created": 0, "owned_by": "unknown"})
     return PodIdentity(PodId(urlsplit(url).netloc), None, (ServedModel(model, card),))
 
@@ -213,23 +241,32 @@ def restricted(identity: PodIdentity, model: str | None) -> PodIdentity:
     return replace(identity, models=chosen)
 
 
-def served_models(body: bytes) -> tuple[ServedModel, ...]:
-    """Return the models in an OpenAI model list, each once. Raises ProbeFailed on anything else."""
+def served_models(body: bytes) -> tuple[tuple[ServedModel, ...], tuple[str, ...]]:
+    """Return the models in an OpenAI model list, each once, and the names of those that are passed over, quoted.
+
+    Raises ProbeFailed on anything else, and if no model is left.
+    """
     try:
         answer: Any = loads(body)
         models: dict[str, ServedModel] = {}
+        unfit: list[str] = []
         for entry in answer["data"]:
             lasting = {name: value for name, value in entry.items() if name not in NEW_IN_EVERY_ANSWER}
-            models.setdefault(entry["id"], ServedModel(entry["id"], orjson.dumps(entry), orjson.dumps(lasting)))
-    except (AttributeError, KeyError, TypeError, ValueError):
+            name = entry["id"]
+            if not _is_fit(name) or (len(models) == MAX_MODELS and name not in models):
+                unfit.append(quoted(str(name)))
+            elif name not in models:
+                models[name] = ServedModel(name, orjson.dumps(entry), orjson.dumps(lasting))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ProbeFailed("GET /v1/models answered something that is not an OpenAI model list") from None
     if not models:
-        raise ProbeFailed("GET /v1/models lists no model")
-    if len(models) > MAX_MODELS:
-        raise ProbeFailed(f"GET /v1/models lists {len(models)} models, more than {MAX_MODELS}")
-    for name in models:
-        _named(name, "model")
-    return tuple(models.values())
+        why = f"with a name that can be served; {unfit[0]} cannot" if unfit else ""
+        raise ProbeFailed(f"GET /v1/models lists no model {why}".rstrip())
+    return tuple(models.values()), tuple(unfit)
+
+
+def _is_fit(name: object) -> bool:
+    return isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and bool(name.strip())
 
 
 def _named(name: object, what: str) -> str:

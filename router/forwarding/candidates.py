@@ -9,6 +9,7 @@ from router.choosing.chooser import Choice, Chooser
 from router.edge.errors import RETRY_AFTER_S
 from router.engines.attempt_result import Cause
 from router.fleet.fleet import Fleet
+from router.fleet.pod import Pod
 from router.forwarding.exchange import Exchange
 from router.forwarding.waiting import WaitingRoom
 from router.reading.inbound import Inbound
@@ -95,6 +96,12 @@ class Candidates:
         tried = {attempt.pod.pod_id for attempt in attempts}
         return any(pod.pod_id not in tried for pod in pods)
 
+    def has_free(self, exchange: Exchange, inbound: Inbound, most: float) -> bool:
+        """Return whether a pod that was not asked has at most `most` requests of this gateway."""
+        tried = {attempt.pod.pod_id for attempt in exchange.attempts}
+        pods = self._fleet.pods(inbound.model)
+        return any(pod.pod_id not in tried and pod.in_flight <= most for pod in pods)
+
     def to_avoid(self, inbound: Inbound, tried: Set[PodId]) -> Set[PodId]:
         """Return `tried` and, for a retry, the pods in doubt. If that leaves no pod, return only `tried`.
 
@@ -116,9 +123,11 @@ class Candidates:
             )
         return others - {pod_id}
 
-    def lacks(self, pod_id: PodId, inbound: Inbound) -> None:
-        """Record that the pod does not know the path of the request."""
-        key = (pod_id, inbound.endpoint)
+    def lacks(self, pod: Pod, inbound: Inbound) -> None:
+        """Record that the pod says that it does not know the path of the request, unless it has answered it before."""
+        if inbound.endpoint in pod.answered:
+            return
+        key = (pod.pod_id, inbound.endpoint)
         self._lacks.pop(key, None)
         self._lacks[key] = self._clock() + LACK_TTL_S
         if len(self._lacks) > MAX_LACKS:

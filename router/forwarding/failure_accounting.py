@@ -137,6 +137,8 @@ class FailureAccounting:
         elif cause is Cause.ABORTED:
             attempt.pod.faults.doubt()
             self._fleet.look_at(attempt.pod)  # it may have gone to sleep
+        elif cause is Cause.NO_ANSWER:
+            self._fleet.look_at(attempt.pod)  # it may be another server by now, or serve other models
 
     def _fault(self, attempt: Attempt) -> Fault:
         """Return the attempt as a fault of its pod."""

@@ -89,6 +89,7 @@ class Race(Generic[T]):
         self._steps = steps
         self._request = asyncio.current_task()
         self._hedge: asyncio.Task[T | None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_first_running = True
         self.second: Attempt | None = None
         """The second attempt, once it has begun."""
@@ -100,7 +101,7 @@ class Race(Generic[T]):
 
         Both attempts have ended when this returns.
         """
-        timer = asyncio.get_running_loop().call_later(after_s, self._start)
+        timer = self._timer = asyncio.get_running_loop().call_later(after_s, self._start)
         try:
             response = await self._run_first()
             timer.cancel()
@@ -120,6 +121,8 @@ class Race(Generic[T]):
     def won_by(self, winner: Attempt) -> None:
         """End the other attempt, because `winner` has an answer for the client."""
         self.winner = winner
+        if self._timer is not None:
+            self._timer.cancel()  # the answer may last longer than the wait for its first token
         self._put_last(winner)
         if winner is not self._first:
             if self._is_first_running:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
@@ -11,7 +10,7 @@ from typing import Protocol, Self
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from engine.common.sse import DONE, named_event, sse_event
+from engine.common.sse import named_event, sse_event
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.message_errors import error_body as message_error_body
 from engine.contract.requests import Endpoint
@@ -19,26 +18,15 @@ from engine.contract.responses import response_error
 from router.continuing.transcript import SentEvents
 from router.edge.errors import BadGateway
 from router.engines.attempt_result import ErrorEvent, Failed, Failure, GaveUp, Observed
-from router.engines.engine_errors import (
-    GAVE_UP,
-    before_abort,
-    before_end,
-    before_error,
-    engine_error,
-    error_event,
-    may_end,
-    meaning,
-    tells_reason,
-)
-from router.engines.usage import TAIL_BYTES, Tail
+from router.engines.inflating import Body
+from router.engines.stream_events import end_of_events
+from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.usage import Tail, Usage, whole_usage
 
 HELD_BYTES = 2**18
 """An event that is longer than this, in bytes, is sent before its end has come."""
 LAST_EVENT_S = 1.0
 """Seconds that a client may take to accept the error event that ends a broken stream."""
-EARLY_CHUNKS = 8
-"""If an answer is given up before its first token, it has at most this many chunks. Later chunks are only checked for
-`[DONE]` at their end, which is cheaper."""
 PIECE_BYTES = 2**14
 """Bytes of a whole answer that the client has to take within each idle timeout."""
 SMALL_BYTES = 2**15
@@ -48,9 +36,6 @@ REARM_SHARE = 0.25
 """The idle timer is set anew only once this share of the timeout has passed: that is cheaper than at every chunk. It is
 set to the timeout plus this share. So it never ends before the timeout, and is late by this share at most."""
 
-_MAY_FAIL = re.compile(rb'"(?:err|ab)or')
-"""Found in every event that `engine_error` or `before_abort` recognizes. One search for both costs 0.1 us more than for
-one."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _SEAM_BYTES = 3
 """Bytes of the longest end of an event, less one."""
@@ -136,49 +121,63 @@ def _is_cancelled(kind: type[BaseException] | None) -> bool:
     return kind is not None and issubclass(kind, asyncio.CancelledError)
 
 
-class Source(Protocol):
-    """The body of an answer, as it comes."""
+class Watch(Protocol):
+    """Watches the stream for its pod."""
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the body has ended and all of it has been read."""
+    def saw_token(self, now_s: float) -> None:
+        """Note that the pod works on this stream."""
         ...
 
-    async def readany(self) -> bytes:
-        """Return what has come, at least a byte; empty at the end. Raises OSError if the body breaks off."""
+    async def goes_on(self) -> bool:
+        """Whether to wait on for a stream that was silent for the idle timeout."""
         ...
 
 
 class Relay:
-    """Copies one answer. The bytes after the last complete event are held until that event is complete.
+    """Copies one answer. Of a stream, the bytes after the last complete event are held until that event is complete.
 
     A client cannot use half an event. If an engine died within one, half an event would precede the error event.
     """
 
     def __init__(
         self,
-        source: Source,
+        source: Body,
         sink: AbstractStreamWriter,
-        tail: Tail,
         *,
-        is_events: bool,
+        reader: StreamReader | None,
         idle_s: float,
         deadline_s: float,
+        watch: Watch | None = None,
         sent: SentEvents | None = None,
+        is_json: bool = False,
     ) -> None:
-        """`sent`: keeps what was sent, so that another pod can give the rest."""
-        self._is_events = is_events
+        """`reader`: reads the stream; None: the answer is no stream. `idle_s`: seconds without a token, after which the
+        `watch` is asked. `sent`: keeps what was sent, so that another pod can give the rest. `is_json`: the answer is
+        one JSON value of unknown length."""
+        self._reader = reader
         self._sent = sent
         self._source = source
         self._sink = sink
         self._idle_s = idle_s
         self._deadline_s = deadline_s
-        self._tail = tail
+        self._watch = watch
+        self._is_json = is_json
+        self._tail = Tail()
         self._held: list[bytes] = []
         self._held_size = 0
         self._seam = b""
         """The last bytes that came: the end of an event may begin in them."""
         self._is_mid_event = False
+        self._is_reading = False
+        self._first = b""
+        """The first chunk, until it is sent."""
+        self._rearm_at_s = 0.0
+
+    def usage(self, *, is_broken: bool = False) -> Usage:
+        """Return the answer's token counts so far. `is_broken`: the answer broke off."""
+        if self._reader is None:
+            return whole_usage(self._tail.last_bytes())
+        return self._reader.usage(is_broken=is_broken)
 
     async def copy(self, chunk: bytes, on_first_sent: Callable[[], None] | None = None) -> None:
         """Send the first `chunk` and all that follows, to the end. `on_first_sent` is called once `chunk` is sent.
@@ -187,92 +186,118 @@ class Relay:
         Also raises ClientStalled, or ConnectionError if the client is gone.
         """
         loop = asyncio.get_running_loop()
-        clock = loop.time
-        read, write, keep, may_fail = self._source.readany, self._sink.write, self._tail.add, _MAY_FAIL.search
-        rearm_at_s = 0.0
-        early = EARLY_CHUNKS
-        is_events, is_reading, is_ended, sent = self._is_events, False, False, self._sent
+        self._first, chunk = chunk, b""
+        while True:
+            try:
+                with Deadline(loop) as limit:
+                    await self._copy(limit, on_first_sent)
+                return
+            except TimeoutError:
+                if not self._is_reading:
+                    raise ClientStalled from None
+                if await self._is_over_in_silence(loop.time()):
+                    return
+                on_first_sent = None
+
+    async def _copy(self, limit: Deadline, on_first_sent: Callable[[], None] | None) -> None:
+        """Send the first chunk, if it is not sent, and all that follows."""
+        loop = asyncio.get_running_loop()
+        clock, write, reader, sent = loop.time, self._sink.write, self._reader, self._sent
+        chunk, self._first = self._first, b""  # no other reference may keep its memory
+        if chunk:
+            self._rearm(limit, clock())
+        else:
+            self._rearm_at_s = 0.0
+            limit.at(min(clock() + self._idle_s, self._deadline_s))
+            chunk = await self._next()
+        while chunk:
+            if reader is None:
+                self._tail.add(chunk)
+            else:
+                if self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS):
+                    chunk = self._complete(chunk)
+                try:
+                    reader.read(chunk)
+                except StreamFailed as failed:
+                    await self._send_before(chunk[: failed.at])
+                    raise StreamBroke(str(failed), failed.observed, event=failed.event) from None
+            now_s = clock()
+            if now_s >= self._rearm_at_s and (reader is None or self._is_mid_event or reader.is_alive(chunk)):
+                self._rearm(limit, now_s)
+            if len(chunk) > PIECE_BYTES:
+                await self._write_pieces(chunk)
+            elif chunk and self._source.is_read and not self._held and self._may_end(chunk):
+                await self._sink.write_eof(chunk)  # one packet for the last events and the end
+                return
+            elif chunk:
+                await write(chunk)
+            if on_first_sent is not None:
+                on_first_sent()
+                on_first_sent = None
+            if sent is not None and chunk:
+                sent.add(chunk)
+            chunk = b""  # so that its memory is free while the next one is awaited
+            chunk = await self._next()
+        await self._end()
+
+    def _rearm(self, limit: Deadline, now_s: float) -> None:
+        """Set the idle timer anew, because the engine works."""
+        self._rearm_at_s = now_s + REARM_SHARE * self._idle_s
+        limit.at(min(self._rearm_at_s + self._idle_s, self._deadline_s))
+        if self._watch is not None:
+            self._watch.saw_token(now_s)
+
+    async def _next(self) -> bytes:
+        """Return what has come; empty at the end. Raises StreamBroke."""
+        self._is_reading = True
         try:
-            with Deadline(loop) as limit:
-                while chunk:
-                    now_s = clock()
-                    if now_s >= rearm_at_s:
-                        rearm_at_s = now_s + REARM_SHARE * self._idle_s
-                        limit.at(min(rearm_at_s + self._idle_s, self._deadline_s))
-                    keep(chunk if len(chunk) <= TAIL_BYTES else chunk[-TAIL_BYTES:])
-                    if is_events and (self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS)):
-                        chunk = self._complete(chunk)
-                    if is_events and may_fail(chunk) is not None:
-                        chunk = await self._until_failure(chunk)
-                    if is_events and (early > 0 or chunk.endswith(DONE)):
-                        early -= 1
-                        if may_end(chunk):
-                            chunk = await self._until_given_up(chunk)
-                    if len(chunk) > PIECE_BYTES:
-                        await self._write_pieces(chunk)
-                    elif chunk and self._source.is_read and not self._held:
-                        await self._sink.write_eof(chunk)  # one packet for the last events and the end
-                        is_ended = True
-                    elif chunk:
-                        await write(chunk)
-                    if on_first_sent is not None:
-                        on_first_sent()
-                        on_first_sent = None
-                    if is_ended:
-                        return
-                    if sent is not None:
-                        sent.add(chunk)
-                    chunk = b""  # so that its memory is free while the next one is awaited
-                    is_reading = True
-                    try:
-                        chunk = await read()
-                    except OSError as error:
-                        detail = f"the engine's stream broke: {error or type(error).__name__}"
-                        raise StreamBroke("the engine's stream broke", Failed(Failure.DISCONNECT), detail) from None
-                    is_reading = False
-                if self._held:
-                    await write(self._take_held())
-                await self._sink.write_eof()
-        except TimeoutError:
-            if not is_reading:
-                raise ClientStalled from None
-            late = clock() >= self._deadline_s
-            text = "the request's deadline passed" if late else "the engine went silent"
-            raise StreamBroke(text, Failed(Failure.TIMEOUT)) from None
+            chunk = await self._source.readany()
+        except OSError as error:
+            if self._reader is not None and self._reader.has_end:
+                self._is_reading = False
+                return b""  # the answer ended before its connection did
+            detail = f"the engine's stream broke: {error or type(error).__name__}"
+            raise StreamBroke("the engine's stream broke", Failed(Failure.DISCONNECT), detail) from None
+        self._is_reading = False
+        return chunk
 
-    async def _until_failure(self, chunk: bytes) -> bytes:
-        """Return `chunk` if no event in it reports the engine's failure.
+    async def _end(self) -> None:
+        """End the answer, because nothing more comes. Raises StreamBroke if the engine ended it too early."""
+        held = self._take_held()
+        if held and self._reader is not None:
+            try:
+                self._reader.read(held + b"\n\n")  # the last event may lack its blank line
+            except StreamFailed as failed:
+                raise StreamBroke(str(failed), failed.observed, event=failed.event) from None
+        if not self._may_end(held):
+            text = "the engine ended its answer too early"
+            raise StreamBroke(text, Failed(Failure.DISCONNECT))
+        if held:
+            await self._sink.write(held)
+        await self._sink.write_eof()
 
-        Otherwise send what comes before that event, and raise StreamBroke.
+    def _may_end(self, chunk: bytes) -> bool:
+        """Whether the answer may end with `chunk`, or with what came before if that is empty."""
+        if self._reader is not None:
+            return self._reader.is_over
+        return not self._is_json or (chunk or self._tail.last_bytes()).rstrip().endswith((b"}", b"]"))
+
+    async def _is_over_in_silence(self, now_s: float) -> bool:
+        """End the answer if only its connection goes on, and return True; return False if the stream may go on.
+
+        Raises StreamBroke if it is given up, and ConnectionError.
         """
-        error, given_up = engine_error(chunk), before_abort(chunk)
-        if error is None and given_up is None:
-            return chunk
-        at = before_error(chunk) if given_up is None else given_up
-        await self._send_before(chunk[:at])
-        if given_up is not None or error is None:
-            raise StreamBroke(GAVE_UP, GaveUp())
-        observed = ErrorEvent(error.code, meaning(error.message))
-        raise StreamBroke("the engine's stream broke", observed, error.message, error_event(chunk[at:]))
-
-    async def _until_given_up(self, chunk: bytes) -> bytes:
-        """Return the part of `chunk` still to be sent. Raises StreamBroke if an answer that was given up ends in it.
-
-        Without `sent` this cannot be known: the finish reason may be further back than the tail.
-        """
-        sent = self._sent
-        if tells_reason(chunk) or sent is None or not sent.is_kept or tells_reason(self._tail.last_bytes()):
-            return chunk
-        at = before_end(chunk)
-        if at is None:
-            return chunk
-        await self._send_before(chunk[:at])
-        if sent.is_kept and sent.read().is_cut:
-            raise StreamBroke(GAVE_UP, GaveUp())
-        return chunk[at:]
+        if self._reader is not None and self._reader.has_end:
+            await self._sink.write_eof()
+            return True
+        if now_s >= self._deadline_s:
+            raise StreamBroke("the request's deadline passed", Failed(Failure.TIMEOUT))
+        if self._watch is None or not await self._watch.goes_on():
+            raise StreamBroke("the engine went silent", Failed(Failure.TIMEOUT))
+        return False
 
     async def _send_before(self, events: bytes) -> None:
-        """Send and record the events before one that may end the answer."""
+        """Send and record the events before one that ends the answer badly."""
         if events:
             await self._sink.write(events)
             if self._sent is not None:
@@ -290,24 +315,30 @@ class Relay:
         """
         seam = self._seam if self._held or self._is_mid_event else b""
         seen = seam + chunk
-        end = max(seen.rfind(mark) + len(mark) if mark in seen else 0 for mark in _EVENT_ENDS) - len(seam)
+        end = end_of_events(seen) - len(seam)
         self._seam = seen[-_SEAM_BYTES:]
         if end <= 0:
             self._held.append(chunk)
             self._held_size += len(chunk)
-            if self._held_size <= HELD_BYTES:
-                return b""
-            self._is_mid_event = True
-            return self._take_held()
+            return b"" if self._held_size <= HELD_BYTES else self._part(self._take_held())
         rest = chunk[end:]
-        self._is_mid_event = False
         complete = self._take_held() + chunk[:end]
+        if self._is_mid_event:
+            self._is_mid_event = False
+            if self._reader is not None:
+                self._reader.read_part(complete, is_first=False, is_last=True)
         if len(rest) > HELD_BYTES:
-            self._is_mid_event = True
-            return complete + rest
+            return complete + self._part(rest)
         if rest:
             self._held, self._held_size = [rest], len(rest)
         return complete
+
+    def _part(self, part: bytes) -> bytes:
+        """Return a part of an event that is too long to be held back until it is complete."""
+        if self._reader is not None:
+            self._reader.read_part(part, is_first=not self._is_mid_event, is_last=False)
+        self._is_mid_event = True
+        return part
 
     def _take_held(self) -> bytes:
         held, self._held, self._held_size = b"".join(self._held), [], 0

@@ -36,10 +36,13 @@ from router.edge.connection_limits import leaving_fifo
 from router.edge.errors import BadGateway, DeadlineExceeded
 from router.engines.attempt_result import Failed, Failure
 from router.engines.engine_client import BrokeOff
+from router.engines.inflating import Body
+from router.engines.stream_beginning import beginning
+from router.engines.stream_reader import StreamFailed, StreamReader
 from router.engines.upstream import PodFailed
 from router.fleet.pod import Pod
 from router.forwarding.exchange import Exchange
-from router.forwarding.relay import Relay, Source, StreamBroke
+from router.forwarding.relay import Relay, StreamBroke
 from router.reading.inbound import Inbound
 from router.views.types import PodId
 
@@ -143,6 +146,7 @@ class Interrupted:
         asked = replace(
             inbound,
             endpoint=path_of(endpoint, continuation),
+            is_rest=True,
             body=ask(endpoint, self.fields, self.transcript, continuation),
             prompt_tokens=inbound.prompt_tokens + self.transcript.made,
             output_tokens=max(1, inbound.output_tokens - self.transcript.made),
@@ -236,18 +240,18 @@ def interrupted(
 class RestBody:
     """The body of a second answer, rewritten so that it continues the first one."""
 
-    def __init__(self, body: Source, first: bytes, rewriter: Rewriter) -> None:
+    def __init__(self, body: Body, first: bytes, rewriter: Rewriter) -> None:
         self._body = body
         self._first = first
         self._rewriter = rewriter
 
     @property
     def is_read(self) -> bool:
-        """See Source."""
+        """See Body."""
         return not self._first and self._body.is_read
 
     async def readany(self) -> bytes:
-        """See Source."""
+        """See Body."""
         while chunk := self._first or await self._body.readany():
             self._first = b""
             try:
@@ -258,18 +262,17 @@ class RestBody:
                 return events
         return b""
 
-    async def begin(self, deadline_s: float) -> bytes:
-        """Return the first events for the client. Raises PodFailed."""
+    async def begin(self, reader: StreamReader, deadline_s: float) -> bytes:
+        """Return the first events for the client, up to the first token. `reader`: reads them. Raises PodFailed."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                chunk = await self.readany()
+                return await beginning(self, reader)
         except TimeoutError:
             error = DeadlineExceeded("the engine did not answer in time")
             raise PodFailed(Failed(Failure.TIMEOUT), error) from None
+        except StreamFailed as failed:
+            raise PodFailed(failed.observed, BadGateway(failed.message)) from None
         except OSError as cause:
             raise PodFailed(
                 Failed(Failure.DISCONNECT), BadGateway("the engine broke off its answer", str(cause))
             ) from None
-        if not chunk:
-            raise PodFailed(Failed(Failure.DISCONNECT), BadGateway("the engine sent a stream without an event"))
-        return chunk

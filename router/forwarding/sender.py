@@ -32,15 +32,16 @@ from router.engines.attempt_result import (
     result_of,
 )
 from router.engines.engine_client import Answer, EngineClient
-from router.engines.upstream import Opened, PodFailed, failure_of, open_answer, target_of
-from router.engines.usage import Tail, header_usage, whole_usage
+from router.engines.stream_reader import StreamReader
+from router.engines.upstream import Opened, Patience, PodFailed, failure_of, open_answer, target_of
+from router.engines.usage import header_usage, whole_usage
 from router.forwarding.attempts import restore_session
 from router.forwarding.candidates import Candidates
 from router.forwarding.conversations import Conversations
 from router.forwarding.exchange import Attempt, Exchange
 from router.forwarding.failure_accounting import FailureAccounting
 from router.forwarding.hedge import Race
-from router.forwarding.relay import ClientStalled, Relay, Source, StreamBroke
+from router.forwarding.relay import ClientStalled, Relay, StreamBroke
 from router.forwarding.running import (
     UNANSWERED,
     Interrupted,
@@ -53,11 +54,13 @@ from router.forwarding.running import (
     Streaming,
     interrupted,
 )
+from router.forwarding.silence import Silence, StreamWatch
 from router.reading.engine_fields import warning_of
-from router.reading.inbound import Inbound
 from router.telemetry.metrics import Metrics
 
 _ENDED = (Over, Interrupted)
+EASIER_SHARE = 0.5
+"""A request whose first token is late leaves a pod that works only for one with at most this share of its requests."""
 WHOLE_ATTEMPT_SHARE = 0.5
 """Share of the remaining time that an attempt at a whole answer may take while another pod is left to try."""
 
@@ -89,6 +92,7 @@ class Sender:
         conversations: Conversations,
         metrics: Metrics,
         limits: Limits,
+        silence: Silence,
     ) -> None:
         self._client = client
         self._upstream = upstream
@@ -97,6 +101,7 @@ class Sender:
         self._conversations = conversations
         self._metrics = metrics
         self._limits = limits
+        self._silence = silence
         self._clock = asyncio.get_running_loop().time
 
     async def run(
@@ -112,22 +117,22 @@ class Sender:
         opened: Opened | None = None
         try:
             with attempt:
-                deadline_s = self._deadline_s(running.exchange, attempt.asked)
-                opened = await self._open(running, attempt, deadline_s)
+                patience = self._patience(running.exchange, attempt)
+                opened = await self._open(running, attempt, patience)
                 result, reply = self._decide(running, attempt, opened, client_has)
                 if isinstance(result, Retry):
                     attempt.answered(result, reply)
                     return result
                 if race is not None:
                     race.won_by(attempt)
-                body: Source = opened.response
                 if rest is not None and isinstance(result, GoesOn):
-                    body = RestBody(opened.response, opened.take_first(), rest.rewriter)
-                    opened.first = await body.begin(deadline_s)
+                    body = RestBody(opened.rest, opened.take_first(), rest.rewriter)
+                    opened.rest, opened.reader = body, StreamReader(running.inbound.endpoint, is_rest=True)
+                    opened.first = await body.begin(opened.reader, patience.until_s)
                 attempt.answered(result, reply)
                 self._began(running, attempt, opened)
                 if isinstance(result, GoesOn):
-                    result = await self._pass_on(running, attempt, opened, body)
+                    result = await self._pass_on(running, attempt, opened)
                     attempt.answered(result)
         except PodFailed as failed:
             is_at_work = attempt.pod.faults.is_at_work(self._clock())
@@ -139,38 +144,52 @@ class Sender:
             self._accounting.ended(running.exchange, attempt)
         return result
 
-    def _deadline_s(self, exchange: Exchange, asked: Inbound) -> float:
-        """Return when to give up an attempt: by then a stream has to begin, or a whole answer to be complete.
+    def _patience(self, exchange: Exchange, attempt: Attempt) -> Patience:
+        """Return how long an attempt may take: by then a stream has to begin, or a whole answer to be complete.
 
         A whole answer shows nothing while the pod makes it, so a pod that hangs looks busy. Such a pod must not use
         up the time of all attempts: half of the time that is left allows a long answer here, and another one elsewhere.
         """
-        now_s, last_s = self._clock(), exchange.arrival.deadline_s
+        now_s, last_s, asked = self._clock(), exchange.arrival.deadline_s, attempt.asked
         if asked.stream:
-            return min(last_s, now_s + self._limits.first_byte_s)
+            until_s = min(last_s, now_s + self._limits.first_byte_s)
+            return Patience(until_s, lambda: self._longer(exchange, attempt))
         is_last = exchange.spent > self._limits.retries or asked.only is not None
         if is_last or not self._candidates.has_untried(exchange, asked):
-            return last_s
-        return now_s + WHOLE_ATTEMPT_SHARE * (last_s - now_s)
+            return Patience(last_s)
+        return Patience(now_s + WHOLE_ATTEMPT_SHARE * (last_s - now_s))
 
-    async def _open(self, running: Running, attempt: Attempt, deadline_s: float) -> Opened:
+    def _longer(self, exchange: Exchange, attempt: Attempt) -> float | None:
+        """Return until when to wait on for a first token that is late; None to give the attempt up.
+
+        A pod that works on other requests is only full. To leave it loses the place in its queue, so the request leaves
+        it only for a pod that has much less to do.
+        """
+        now_s, last_s = self._clock(), exchange.arrival.deadline_s
+        if now_s >= last_s or not self._silence.is_at_work(attempt.pod):
+            return None
+        if self._candidates.has_free(exchange, attempt.asked, EASIER_SHARE * attempt.pod.in_flight):
+            return None
+        return min(last_s, now_s + self._limits.first_byte_s)
+
+    async def _open(self, running: Running, attempt: Attempt, patience: Patience) -> Opened:
         """Send the request. Raises PodFailed and OutOfResources."""
         arrival, asked, raw = running.exchange.arrival, attempt.asked, running.request.raw_headers
-        upload = asked.upload
         return await open_answer(
             self._client,
             target_of(attempt.pod, asked),
-            upload or asked.body,
+            asked,
             self._upstream.of(
-                raw if upload is None else upload.fields(raw),
+                raw if asked.upload is None else asked.upload.fields(raw),
                 arrival.engine_request_id,
                 attempt.pod,
                 attempt.session_id or arrival.engine_session,
                 None if arrival.trace is None else arrival.trace.fields(attempt.span_id),
             ),
-            deadline_s,
+            patience,
             running.admitted.keep,
             running.leaving_fifo(),
+            has_own_key=self._upstream.has_own_key(attempt.pod),
         )
 
     def _decide(
@@ -180,12 +199,12 @@ class Sender:
         as it comes."""
         observed = opened.observed
         if isinstance(observed, ErrorStatus) and observed.is_unknown_path:
-            self._candidates.lacks(attempt.pod.pod_id, attempt.asked)
+            self._candidates.lacks(attempt.pod, attempt.asked)
         result = result_of(observed, client_has, is_at_work=attempt.pod.faults.is_at_work(self._clock()))
         match result:
-            case Retry(Cause.LEAVING | Cause.ABORTED as cause):
-                return result, failure_of(cause, opened)
-            case Retry(_, "error"):
+            case Retry(cause) if (failure := failure_of(observed, cause, opened.response.status)) is not None:
+                return result, failure
+            case Retry(Cause.UNABLE) if not isinstance(observed, ErrorStatus):
                 text = "the engine was asked for the rest of a stream and did not send a stream"
                 return result, BadGateway(text)
             case Retry() | Refused() | Done():
@@ -203,6 +222,7 @@ class Sender:
         if not attempt.has_run:
             return
         exchange.failed(None)
+        attempt.pod.knows(attempt.asked.endpoint)
         self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
         self._accounting.began(exchange, attempt, now_s)
         if attempt.asked.prompts == 1:  # else a stream's headers tell only of the first prompt
@@ -212,9 +232,10 @@ class Sender:
         if opened.is_whole:
             exchange.counted(whole_usage(opened.first))
 
-    async def _pass_on(self, running: Running, attempt: Attempt, opened: Opened, body: Source) -> Result:
+    async def _pass_on(self, running: Running, attempt: Attempt, opened: Opened) -> Result:
         """Send the head, and pass the body on as it comes."""
-        exchange, tail = running.exchange, Tail()
+        exchange = running.exchange
+        relay: Relay | None = None
         before = running.state if isinstance(running.state, Interrupted) else None
         result: Result = GOES_ON
         response: web.StreamResponse | None = None
@@ -223,13 +244,14 @@ class Sender:
             stream, on_first_sent = await self._stream(running, attempt, opened)
             response = stream.response
             relay = Relay(
-                body,
+                opened.rest,
                 stream.writer,
-                tail,
-                is_events=opened.is_stream,
+                reader=opened.reader,
                 idle_s=self._limits.idle_s,
                 deadline_s=exchange.arrival.deadline_s,
+                watch=StreamWatch(attempt.pod, self._silence),
                 sent=stream.sent,
+                is_json=opened.content_length is None and opened.response.content_type == "application/json",
             )
             try:
                 await relay.copy(opened.take_first(), on_first_sent=on_first_sent)
@@ -237,7 +259,7 @@ class Sender:
                 is_broken = True
                 exchange.failed(broke.detail)
                 result = result_of(broke.observed, ClientHas.PART)
-                counted = tail.usage().or_else(exchange.usage).prompt_tokens
+                counted = relay.usage().or_else(exchange.usage).prompt_tokens
                 is_risky = isinstance(result, Broken) and result.cause.is_risky
                 running.state = interrupted(stream, broke, relay, running.inbound, counted, before, is_risky=is_risky)
                 return result
@@ -247,8 +269,8 @@ class Sender:
         except (ClientStalled, ConnectionError) as error:
             running.client_left(error, web.Response() if response is None else response)
         finally:
-            usage = tail.usage(is_broken=is_broken) if opened.is_stream else whole_usage(tail.last_bytes())
-            exchange.counted(usage)
+            if relay is not None:
+                exchange.counted(relay.usage(is_broken=is_broken))
             if running.inbound.prompts == 1:
                 attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
             if not isinstance(running.state, _ENDED):
@@ -270,7 +292,7 @@ class Sender:
         fields = self._headers(opened.response, running.exchange, attempt.choice)
         response = Passed(status=opened.response.status, headers=fields)
         if not opened.is_stream:
-            response.content_length = opened.response.content_length
+            response.content_length = opened.content_length
         writer = await response.prepare(running.request)
         assert writer is not None  # only a HEAD request has none
         inbound = running.inbound

@@ -13,23 +13,31 @@ from router.engines.attempt_result import (
     Cause,
     ClientHas,
     ErrorStatus,
-    GaveUp,
+    Failed,
+    Failure,
     GoesOn,
+    NoAnswer,
     Observed,
     Retry,
     began,
     ended,
     result_of,
 )
-from router.engines.engine_errors import is_aborted
-from router.engines.upstream import observed_event, observed_status
-from router.engines.usage import Tail, header_usage, whole_usage
+from router.engines.engine_client import BrokeOff
+from router.engines.inflating import Inflater, UnknownCoding
+from router.engines.stream_events import end_of_events
+from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.upstream import observed_status
+from router.engines.usage import TAIL_BYTES, Usage, header_usage, whole_usage
+from router.engines.whole_answers import PARSED_BYTES, observed_whole
 from router.forwarding.exchange import Attempt, Exchange
 from router.picker.destination import endpoint_of_pod
 from router.picker.parts import PickerParts
 
 NOT_REACHED = b"upstream connect error or disconnect/reset before headers"
 """Beginning of the body of Envoy's own 503, if a connection failed or broke."""
+MAX_EVENT_BYTES = 2**20
+"""Longest event of a stream that is read."""
 OF_THE_PROXY = (b"no healthy upstream", b"upstream request timeout", b"no cluster match", b"response timeout")
 """Beginnings of other answers of Envoy's own, which no engine has sent."""
 
@@ -45,17 +53,28 @@ class Answered:
         self._clock = asyncio.get_running_loop().time
         status = fields.get(":status", "")
         self._status = int(status) if status.isdecimal() and len(status) == 3 else 502
-        self._is_stream = self._status == 200 and fields.get("content-type", "").startswith("text/event-stream")
-        self._observed: Observed = began(is_stream=self._is_stream) if self._status < 300 else ErrorStatus(self._status)
+        inbound = exchange.inbound
+        self._endpoint = "" if inbound is None else str(inbound.endpoint)
+        is_stream = self._status == 200 and fields.get("content-type", "").startswith("text/event-stream")
+        self._reader = StreamReader(self._endpoint, inbound.answers) if is_stream and inbound is not None else None
+        self._inflater: Inflater | None = None
+        self._observed: Observed = began(is_stream=is_stream) if self._status < 300 else ErrorStatus(self._status)
         """What the engine did so far; of an error, the body is not read yet."""
         self._why = f"the engine answered {self._status}"
-        self._tail = Tail()
+        self._head = self._last = b""
+        """The beginning of the body, and the last bytes of it; of a stream, the part of an event that has not ended."""
         self._has_begun = False
         self.is_ended = False
         self.attempt: Attempt | None = exchange.last
         """The running attempt at the pod that gave it; None for a request without keys, or for an unknown pod."""
         if self.attempt is not None and served is not None and served != endpoint_of_pod(self.attempt.pod):
             self._go_elsewhere(self.attempt, served)
+        coding = fields.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            try:
+                self._inflater = Inflater(coding)
+            except UnknownCoding as unknown:
+                self._fails(NoAnswer(), f"the engine answered {self._status} with {unknown}")
 
     @property
     def has_served(self) -> bool:
@@ -64,18 +83,55 @@ class Answered:
 
     def add(self, chunk: bytes) -> None:
         """Take a piece of the body."""
+        if self._inflater is None:
+            self._take(chunk)
+            return
+        try:
+            self._take(self._inflater.feed(chunk))
+            while self._inflater.has_more:
+                self._take(self._inflater.feed())
+        except BrokeOff as broke:
+            self._fails(Failed(Failure.DISCONNECT), str(broke))
+
+    def _take(self, chunk: bytes) -> None:
         if not chunk:
             return
-        if not self._has_begun:
-            if self._is_stream and (found := observed_event(chunk)) is not None:
-                self._observed, self._why = found
-            self.began()
-            if self.attempt is not None and self.attempt.has_run:
-                self._parts.conversations.began(self._exchange, chunk, self.attempt.pod.pod_id)
-        self._tail.add(chunk)
+        if len(self._head) < PARSED_BYTES:
+            self._head += chunk[: PARSED_BYTES + 1 - len(self._head)]
+        if self._reader is None:
+            self._last = (self._last + chunk)[-TAIL_BYTES:]
+            self._begin()
+            return
+        self._last += chunk
+        if end := end_of_events(self._last):
+            events, self._last = self._last[:end], self._last[end:]
+            self._read(self._reader, events)
+        elif len(self._last) > MAX_EVENT_BYTES:
+            self._last = self._last[-TAIL_BYTES:]
+
+    def _read(self, reader: StreamReader, events: bytes) -> None:
+        try:
+            reader.read(events)
+        except StreamFailed as failed:
+            self._fails(failed.observed, failed.message)
+        if reader.has_begun:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Note that the answer has begun, if this is news."""
+        if self._has_begun:
+            return
+        self.began()
+        if self.attempt is not None and self.attempt.has_run:
+            self._parts.conversations.began(self._exchange, self._head, self.attempt.pod.pod_id)
+
+    def _fails(self, observed: Observed, why: str) -> None:
+        """Note that the answer is none, or was broken off; the first failure counts."""
+        if isinstance(self._observed, Began):
+            self._observed, self._why = observed, why
 
     def began(self) -> None:
-        """Note that the first byte of the body has come, or the first sign of it that the proxy gives."""
+        """Note that the answer's first token has come, or the first sign of an answer that the proxy gives."""
         self._has_begun = True
         attempt, exchange = self.attempt, self._exchange
         if attempt is None or not isinstance(result_of(self._observed, ClientHas.NOTHING), GoesOn):
@@ -93,38 +149,58 @@ class Answered:
         if self.is_ended:
             return
         self.is_ended = True
+        if self._reader is not None and self._sees:
+            self._read(self._reader, self._last + b"\n\n")  # the last event may lack its blank line
+            if not self._reader.is_over or not self._reader.has_begun:
+                self._fails(Failed(Failure.DISCONNECT), "the engine ended its answer too early")
         if not self._has_begun:
             self.began()
-        exchange, attempt, tail = self._exchange, self.attempt, self._tail.last_bytes()
+        exchange, attempt = self._exchange, self.attempt
         exchange.answered(self._status)
-        exchange.counted(self._tail.usage() if self._is_stream else whole_usage(tail))
+        exchange.counted(self._usage())
         if attempt is None or exchange.inbound is None:
             return
-        observed = self._observed_at_end(tail)
+        observed = self._observed_at_end()
         if isinstance(observed, ErrorStatus) and observed.is_unknown_path:
-            self._parts.candidates.lacks(attempt.pod.pod_id, exchange.inbound)
+            self._parts.candidates.lacks(attempt.pod, exchange.inbound)
         attempt.answered(result_of(observed, ClientHas.PART if attempt.has_run else ClientHas.NOTHING))
         self._leave(attempt)  # first, so that the request no longer counts at the pod
         self._parts.accounting.ended_at_proxy(exchange, attempt, self._why)
+
+    @property
+    def _sees(self) -> bool:
+        """Whether the proxy has shown the body."""
+        return bool(self._head)
+
+    def _usage(self, *, is_broken: bool = False) -> Usage:
+        return whole_usage(self._last) if self._reader is None else self._reader.usage(is_broken=is_broken)
 
     def close(self) -> None:
         """Note that nothing more will come."""
         if self.is_ended:
             return
-        if self._is_stream and self._has_begun:
-            self._exchange.counted(self._tail.usage(is_broken=True))
+        if self._reader is not None and self._has_begun:
+            self._exchange.counted(self._usage(is_broken=True))
         if self.attempt is not None:
             self._leave(self.attempt)
 
-    def _observed_at_end(self, tail: bytes) -> Observed:
+    def _observed_at_end(self) -> Observed:
         """Return what the engine did, now that the body is whole."""
         if self._status >= 300:
-            observed = observed_status(self._status, tail, says_when="retry-after" in self._fields)
-            cause = _cause_at_proxy(tail) if self._status >= 500 else None
+            body, attempt = self._head[:PARSED_BYTES], self.attempt
+            observed = observed_status(
+                self._status,
+                body,
+                says_when="retry-after" in self._fields,
+                has_own_key=attempt is not None and self._parts.upstream.has_own_key(attempt.pod),
+            )
+            cause = _cause_at_proxy(body) if self._status >= 500 else None
             return observed if cause is None else replace(observed, meaning=cause)
         if not isinstance(self._observed, Began):
             return self._observed
-        return GaveUp() if is_aborted(tail) else ended(is_stream=self._is_stream)
+        if self._reader is None and self._sees and len(self._head) <= PARSED_BYTES:
+            return observed_whole(self._endpoint, self._head)
+        return ended(is_stream=self._reader is not None)
 
     def _leave(self, attempt: Attempt) -> None:
         """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""

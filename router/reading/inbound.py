@@ -76,6 +76,8 @@ class Inbound:
     salts, and `priority` if engines get it."""
     prompts: int = 1
     """Number of prompts; `keys` and `prompt_bytes` are those of the first."""
+    is_rest: bool = False
+    """Whether it asks for the rest of a stream that broke."""
     answers: int = 1
     """Number of answers that it asks for; each prompt has one or several."""
     priority: int = 0

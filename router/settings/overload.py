@@ -97,9 +97,14 @@ class DeadlineSettings(Settings):
     first_byte_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="an engine that has sent no byte of its answer by then is given up; more for long prompts",
+        description="an engine that has sent no token of a stream by then is given up, unless it is only full; more "
+        "for long prompts",
     )
-    idle_timeout_s: float = Field(60.0, gt=0, description="a started answer that is silent for so long is given up")
+    idle_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="a started answer without a token for so long is given up, unless its engine still makes tokens",
+    )
     total_timeout_s: float = Field(
         900.0, gt=0, description="a whole request, waiting and retries included; more for very long answers"
     )

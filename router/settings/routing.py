@@ -39,9 +39,9 @@ class RoutingSettings(Settings):
     hedge_after_s: float = Field(
         0.0,
         ge=0,
-        description="for a low tail latency: after so long without a byte of a stream, and at least twice its "
+        description="for a low tail latency: after so long without a token of a stream, and at least twice its "
         "predicted time to the first token, ask a second engine too (at most 2 % of requests); the p99 of the time to "
-        "the first byte is a good value; 0: never",
+        "the first token is a good value; 0: never",
     )
 
     @field_validator("shadow_policies")

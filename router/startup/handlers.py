@@ -23,6 +23,8 @@ from router.edge.client_keys import counting_refusals
 from router.endpoints.generate import Generate
 from router.endpoints.intake import Reading, UploadLimits
 from router.endpoints.stored_responses import Stored, StoredResponses
+from router.fleet.fetch import HttpFetch
+from router.fleet.vital_signs import VitalSigns
 from router.forwarding.attempts import Attempts, Sessions
 from router.forwarding.candidates import Candidates
 from router.forwarding.conversations import Conversations
@@ -32,6 +34,7 @@ from router.forwarding.proxy import Proxy
 from router.forwarding.recorder import Recorder, TenantAccounts
 from router.forwarding.resuming import Resuming
 from router.forwarding.sender import Limits, Sender
+from router.forwarding.silence import Silence
 from router.forwarding.tracing import TRACER
 from router.forwarding.waiting import RoomLimits, WaitingRoom
 from router.operators.explain import Explain
@@ -243,7 +246,11 @@ def _answering(app: web.Application, parts: RequestParts) -> None:
         resumes=settings.resume_streams,
         hedge_after_s=settings.hedge_after_s,
     )
-    sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, parts.conversations, metrics, limits)
+    credentials = app[UPSTREAM].credentials_of
+    fetch = HttpFetch(app[SESSION], lambda url: credentials(fleet.key_of(url)), app[LACKS])
+    silence = Silence(VitalSigns(fetch, settings.engine_metrics_port), limits.idle_s)
+    conversations = parts.conversations
+    sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, conversations, metrics, limits, silence)
     resuming = Resuming(fleet, chooser, attempts, sender, candidates, accounting, metrics, limits)
     hedges = Hedges(limits.hedge_after_s, fleet, chooser, app[ROOM], metrics) if limits.hedge_after_s else None
     proxy = Proxy(candidates, attempts, sender, resuming, accounting, hedges, limits)

@@ -185,7 +185,7 @@ def main() -> None:
     given = parser.parse_args()
     workload = KINDS[given.workload].build(given.workload, 1, {})
     assert isinstance(workload, Agentic)
-    grown = workload.shared_tokens + workload.agent_turns * (workload.result_tokens + workload.output_tokens)
+    grown = workload.instruction_tokens + (workload.turns_min + workload.turns_max) // 2 * (workload.result_tokens + workload.output_tokens)
     print("| one-off | eviction | pool | kept | hit | TTFT mean | p50 | p95 | ended s | given up |")
     print("|--:|---|--:|---|--:|--:|--:|--:|--:|--:|")
     for one_off in given.one_off:

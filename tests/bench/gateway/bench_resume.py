@@ -22,7 +22,7 @@ from engine.contract.requests import Endpoint
 from router.continuing.continuations import Continuation
 from router.continuing.resume import ask
 from router.continuing.transcript import SentEvents
-from router.engines.usage import Tail
+from router.engines.stream_reader import StreamReader
 from router.forwarding.relay import Relay
 
 HEAD = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1700000000, "model": "a-model"}
@@ -56,7 +56,8 @@ async def copied_us(chunks: list[bytes], record: SentEvents | None) -> float:
     """Return CPU microseconds per chunk."""
     sink: Any = Sink()
     deadline_s = asyncio.get_running_loop().time() + 60
-    relay = Relay(Source(chunks[1:]), sink, Tail(), is_events=True, idle_s=60.0, deadline_s=deadline_s, sent=record)
+    reader = StreamReader(Endpoint.CHAT)
+    relay = Relay(Source(chunks[1:]), sink, reader=reader, idle_s=60.0, deadline_s=deadline_s, sent=record)
     started_s = time.process_time()
     await relay.copy(chunks[0])
     return (time.process_time() - started_s) / len(chunks) * 1e6

@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from engine.contract.keys import key_seed, prefix_keys
-from router.engines.usage import Tail, Usage, whole_usage
+from router.engines.stream_reader import StreamReader
+from router.engines.usage import Usage, whole_usage
 from router.registry import speculation
 from router.startup.parts import FLEET, INDEX
 from tests.router.rig.helpers import (
@@ -121,7 +122,7 @@ def test_a_count_before_the_tail_is_not_taken_to_be_left_out(size: int) -> None:
     """The usage is followed by more of the answer: the gateway sees all of the usage, or knows that it does not."""
     counts = {"prompt_tokens_details": {"cached_tokens": 400}, "completion_tokens": 7, "prompt_tokens": 500}
     body = orjson.dumps({"choices": [], "usage": counts, "prompt_token_ids": "x" * size})
-    tail = Tail()
-    tail.add(b"data: " + body + b"\n\n" + DONE)
-    for usage in (whole_usage(body), tail.usage()):
+    reader = StreamReader("/v1/completions")
+    reader.read(event("a") + b"data: " + body + b"\n\n" + DONE)
+    for usage in (whole_usage(body), reader.usage()):
         assert usage == Usage(500, 7, 400, is_final=True) or not usage.is_final

@@ -15,6 +15,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.common.sse import DONE
 from engine.contract import headers
 from router.edge import connection_limits
 from router.startup.parts import CONNECTIONS, FLEET, LACKS
@@ -53,7 +54,7 @@ async def test_the_second_head_of_a_connection_has_the_same_time() -> None:
 
 
 async def test_a_request_may_take_longer_than_its_head() -> None:
-    engine = ScriptedEngine("a", streams([event("a"), event("b")], gap_s=0.4))
+    engine = ScriptedEngine("a", streams([event("a"), event("b"), DONE], gap_s=0.4))
     async with running(engine, head_timeout_s=0.1, keepalive_timeout_s=0.2) as gateway:
         answer = await gateway.post(ASK)
     assert (answer.status, answer.is_whole) == (200, True)
@@ -228,12 +229,13 @@ def test_the_last_descriptors_are_not_given_to_clients() -> None:
     script = """
 import asyncio, contextlib, os, resource, uvloop
 from router.startup.parts import FLEET
+from engine.common.sse import DONE
 from tests.router.rig.helpers import ScriptedEngine, event, running, streams
 from tests.router.rig.raw_client import GET_MODELS, connected
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 
 async def main():
-    engine = ScriptedEngine("a", streams([event("fine")]))
+    engine = ScriptedEngine("a", streams([event("fine"), DONE]))
     async with running(engine) as gateway, contextlib.AsyncExitStack() as stack:
         held = []
         while len(os.listdir("/proc/self/fd")) < 190:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.common.sse import DONE
 from engine.contract.errors import MAX_MESSAGE_CHARS, MAX_NAME_CHARS, ApiError, escaped, quoted
 from tests.router.rig.helpers import ScriptedEngine, event, running, streams
 
-GOOD = streams([event("fine")])
+GOOD = streams([event("fine"), DONE])
 LONG = "n\n\x1b[31m" + "x" * 2_000_000
 
 

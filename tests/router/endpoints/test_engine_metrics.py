@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 import router.startup.app as app_module
+from engine.common.sse import DONE
 from engine.contract import headers
 from router.fleet import scrape
 from router.fleet.discovery import EngineAddress, StaticDiscovery
@@ -48,7 +49,7 @@ class MeteredEngine(ScriptedEngine):
     """A scripted engine with `/metrics`. `narrow`: `/metrics/` writes only the metrics that the query names."""
 
     def __init__(self, page: bytes | Page, *, owner: str = "vllm", narrow: bool = True) -> None:
-        super().__init__(None, streams([event("a"), usage_event(10, 1, 0)]))
+        super().__init__(None, streams([event("a"), usage_event(10, 1, 0), DONE]))
         self.page = page
         self.owner = owner
         self.narrow = narrow
@@ -185,7 +186,7 @@ async def test_ready_does_not_wait_for_an_engine_that_tells_no_ranks(
 
 async def test_a_warm_rank_gets_the_next_request_of_its_prefix() -> None:
     engine = MeteredEngine(vllm_page([Load()] * 4))
-    told, seen = streams([event("a"), usage_event(150, 1, None)]), set()
+    told, seen = streams([event("a"), usage_event(150, 1, None), DONE]), set()
 
     async def script(request: web.Request) -> web.StreamResponse:
         """Take time for a prefix that the rank has not seen: otherwise the gateway learns that caches gain nothing."""

@@ -14,8 +14,8 @@ from anthropic import AsyncAnthropic
 from blockbuster import BlockBuster
 
 from engine.common.sse import named_event
-from router.engines.engine_errors import before_error, engine_error, error_event
-from router.engines.usage import Tail, usage_in, whole_usage
+from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.usage import usage_in, whole_usage
 from tests.router.rig.helpers import (
     Gateway,
     Script,
@@ -217,12 +217,12 @@ async def test_keys_are_shown_in_either_header_and_kept_from_engines(
 
 
 def test_what_is_read_of_an_answer() -> None:
-    tail = Tail()
-    tail.add(b"".join(told(["x"] * 3, usage(8, 3, 5, 2))))
-    counts = tail.usage()
+    reader = StreamReader(PATH)
+    reader.read(b"".join(told(["x"] * 3, usage(8, 3, 5, 2))))
+    counts = reader.usage()
     assert (counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens) == (13, 5, 8)
     assert counts.is_final
-    assert tail.usage(is_broken=True).cached_tokens is None
+    assert reader.usage(is_broken=True).completion_tokens == 5
     silent = whole_usage(message("x", usage(None, 3, 5)))
     assert (silent.prompt_tokens, silent.cached_tokens, silent.is_final) == (3, None, False)
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {"input_tokens": 99, "cache_read_input_tokens": 98}}
@@ -234,11 +234,10 @@ def test_what_is_read_of_an_answer() -> None:
 def test_what_is_read_of_an_error() -> None:
     error = event("error", error={"type": "overloaded_error", "message": "full"})
     before = event("ping") + event("content_block_delta", index=0, delta={"text": '{"type":"error","error":{'})
-    said = engine_error(before + error)
-    assert said is not None
-    assert said.message == "full"
-    assert before_error(before + error) == len(before)
-    assert error_event(before + error) == error
-    assert engine_error(before) is None
+    with pytest.raises(StreamFailed) as failed:
+        StreamReader(PATH).read(before + error)
+    assert (failed.value.message, failed.value.at, failed.value.event) == ("full", len(before), error)
     for kind in ("invalid_request_error", "not_found_error"):
-        assert engine_error(event("error", error={"type": kind, "message": "no"})) is None
+        reader = StreamReader(PATH)
+        reader.read(event("error", error={"type": kind, "message": "no"}))
+        assert reader.has_end

@@ -15,6 +15,7 @@ from blockbuster import BlockBuster
 from yarl import URL
 
 from engine.common.settings import ConfigError
+from engine.common.sse import DONE
 from engine.contract import headers, resets
 from router.choosing.registry_view import NoRegistry
 from router.registry.reader import RegistryStatus
@@ -241,7 +242,7 @@ async def test_explain_shows_every_pod_and_leaves_no_trace(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["cache_aware", "predicted_ttft", "bounded_hash", "prefix_hash"])
 async def test_a_burst_of_one_new_prefix_stays_together(policy: str) -> None:
-    engines = [ScriptedEngine(name, streams([event("a")] * 2, gap_s=0.001)) for name in "abcd"]
+    engines = [ScriptedEngine(name, streams([event("a"), event("a"), DONE], gap_s=0.001)) for name in "abcd"]
     async with running(*engines, policy=policy) as gateway:
         pods = [(await gateway.post({**STREAM, "prompt": "y" * 6000 + str(i)})).pod for i in range(6)]
     assert len(set(pods)) == 1

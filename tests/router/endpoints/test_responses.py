@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 
 from engine.common.sse import named_event
 from engine.contract.requests import Endpoint
-from router.engines.usage import Tail, Usage, whole_usage
+from router.engines.stream_reader import StreamReader
+from router.engines.usage import Usage, whole_usage
 from tests.redis_server import RedisServer
 from tests.router.rig.helpers import (
     Gateway,
@@ -92,12 +93,11 @@ def client_of(gateway: Gateway, **more: Any) -> AsyncOpenAI:
 
 def test_the_usage_of_whole_answers_and_streams_is_read() -> None:
     assert whole_usage(orjson.dumps(response("resp_1", "x"))) == Usage(500, 7, 480, is_final=True)
-    tail = Tail()
+    reader, early = StreamReader("/v1/responses"), StreamReader("/v1/responses")
     for event in told("resp_1", ["a", "b"]):
-        tail.add(event)
-    assert tail.usage() == Usage(500, 7, 480, is_final=True)
-    early = Tail()
-    early.add(told("resp_1", ["a"])[0])
+        reader.read(event)
+    assert reader.usage() == Usage(500, 7, 480, is_final=True)
+    early.read(told("resp_1", ["a"])[0])
     assert early.usage() == Usage()
 
 

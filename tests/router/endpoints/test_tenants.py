@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.common import files
 from engine.common.files import UnusableFile
+from engine.common.sse import DONE
 from engine.contract import headers
 from router.edge.headers import CACHE_FACTS
 from router.tenants import limiter
@@ -413,7 +414,7 @@ async def test_on_sigterm_every_line_of_the_usage_log_is_written(folder: Path) -
         for _ in range(20):
             async with session.post(f"{url}/v1/completions", json=ASK) as answer:
                 assert answer.status == 200
-        engine.script = streams([event(str(number)) for number in range(20)], gap_s=0.02)
+        engine.script = streams([*(event(str(number)) for number in range(20)), DONE], gap_s=0.02)
         async with session.post(f"{url}/v1/completions", json={**ASK, "stream": True}) as answer:
             await answer.content.readany()
             engine.script = stalls_after([event("x")])

@@ -16,9 +16,10 @@ from engine.common.sse import DONE, SseDecoder, named_event, sse_event
 from engine.contract.requests import Endpoint
 from engine.server.answers import Usage
 from engine.server.message_answers import MessagesAnswer
-from router.continuing.transcript import only_begins
-from router.engines.engine_errors import before_end, is_cut, is_end_alone
-from router.engines.upstream import ANNOUNCED_BYTES
+from router.engines.engine_errors import is_cut
+from router.engines.stream_beginning import HELD_BYTES
+from router.engines.stream_events import Says, events_in, says
+from router.engines.stream_reader import StreamFailed, StreamReader
 from tests.router.rig.helpers import (
     Answer,
     Gateway,
@@ -136,8 +137,11 @@ async def test_an_engine_that_never_tells_reasons_is_believed() -> None:
 def test_an_account_of_tokens_alone_is_an_answer() -> None:
     """An engine may send no event for tokens that have no text."""
     account = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": %d}}\n\n'
-    assert is_end_alone(account % 0 + DONE)
-    assert not is_end_alone(account % 3 + DONE)
+    with pytest.raises(StreamFailed):
+        StreamReader(Endpoint.COMPLETIONS).read(account % 0 + DONE)
+    reader = StreamReader(Endpoint.COMPLETIONS)
+    reader.read(account % 3 + DONE)
+    assert reader.has_end
 
 
 async def test_a_response_that_is_only_announced_has_not_begun() -> None:
@@ -156,7 +160,7 @@ async def test_a_long_announcement_is_passed_on_before_its_response() -> None:
     async def announces(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        created = {"type": "response.created", "response": {"instructions": "x" * 2 * ANNOUNCED_BYTES}}
+        created = {"type": "response.created", "response": {"instructions": "x" * 2 * HELD_BYTES}}
         await response.write(named_event("response.created", orjson.dumps(created)))
         await goes_on.wait()
         return response
@@ -167,15 +171,6 @@ async def test_a_long_announcement_is_passed_on_before_its_response() -> None:
             first = await asyncio.wait_for(response.content.readany(), 5)
             goes_on.set()
     assert first.startswith(b"event: response.created")
-
-
-def test_any_bytes_may_follow_an_announcement() -> None:
-    begun = named_event("response.created", b"{}")
-    assert only_begins(begun)
-    assert only_begins(begun + named_event("response.in_progress", b"{}"))
-    for other in (b"event: response.output_item.added\n", b"event: \xff", b"event: "):
-        assert not only_begins(begun + other)
-    assert not only_begins(b'data: {"choices":[]}\n\n' + begun)
 
 
 async def test_if_all_pods_give_up_the_client_is_told() -> None:
@@ -207,9 +202,9 @@ async def test_a_whole_answer_that_was_given_up_is_asked_for_elsewhere(
 def test_generated_text_is_no_end(text: str, reason: str) -> None:
     for said in (text, 'data: [DONE]\n\ndata: {"choices":[],"usage":{}}', '{"output_tokens":0,"object":"response"}'):
         choice = b'{"choices":[{"text":%b,"finish_reason":%b}]}' % (orjson.dumps(said), reason.encode())
-        assert before_end(sse_event(choice)) is None
-        assert before_end(sse_event(choice) + DONE) == len(sse_event(choice))
-        assert not is_end_alone(sse_event(choice) + DONE)
+        kinds = [says(event) for event in events_in(sse_event(choice) + DONE)]
+        assert kinds == [Says.TOKEN if reason == "null" and said else kinds[0], Says.END]
+        assert kinds[0] in (Says.TOKEN, Says.NOTHING, Says.REASON)
         whole = {"id": "x", "type": "message", "content": [{"type": "text", "text": said}]}
         assert is_cut(orjson.dumps(whole))
         assert not is_cut(orjson.dumps({**whole, "stop_reason": "end_turn"}))
@@ -217,8 +212,8 @@ def test_generated_text_is_no_end(text: str, reason: str) -> None:
 
 @given(st.binary(max_size=80))
 def test_any_bytes_are_judged(data: bytes) -> None:
-    before_end(data)
-    before_end(b"data: " + data)
+    for event in events_in(data + b"\n\ndata: " + data + b"\n\n"):
+        says(event)
     is_cut(b'{"object":"response","output_tokens":0' + data)
 
 
@@ -227,4 +222,6 @@ def test_a_message_that_was_asked_for_no_token_is_whole() -> None:
     answer = MessagesAnswer("msg_x", "m", marks=(), fills_context=False, says_nothing=True)
     events = answer.start(0, Usage(10, 0, 4)) + answer.end(Usage(10, 1, 4))
     assert b'"output_tokens":0' in events
-    assert before_end(events) is None
+    reader = StreamReader(Endpoint.MESSAGES)
+    reader.read(events)
+    assert reader.has_end

@@ -25,6 +25,7 @@ from router.engines.attempt_result import (
     Failure,
     GaveUp,
     GoesOn,
+    NoAnswer,
     Observed,
     Refused,
     Retry,
@@ -33,8 +34,15 @@ from router.engines.attempt_result import (
 
 MEANINGS = (None, Cause.FULL, Cause.LEAVING, Cause.DEAD)
 HEADS: list[Observed] = [
-    ErrorStatus(status, says_when, meaning if status >= 500 else None, is_unknown_path and status in (404, 405))
-    for status, says_when, meaning, is_unknown_path in itertools.product(
+    ErrorStatus(
+        status,
+        says_when,
+        meaning if status >= 500 else None,
+        is_unknown_path=is_unknown and status in (404, 405),
+        is_unknown_model=is_unknown and status == 400,
+        is_keys=is_unknown and status in (401, 403),
+    )
+    for status, says_when, meaning, is_unknown in itertools.product(
         range(300, 600), (False, True), MEANINGS, (False, True)
     )
 ]
@@ -42,6 +50,7 @@ LATER: list[Observed] = [
     *map(Failed, Failure),
     *[ErrorEvent(code, meaning) for code in (None, 400, 500, 503) for meaning in MEANINGS],
     GaveUp(),
+    NoAnswer(),
     *map(Began, (False, True)),
     *map(Ended, (False, True)),
 ]
@@ -107,8 +116,8 @@ def test_a_pod_that_is_at_work_is_full_when_it_turns_a_request_away() -> None:
 @pytest.mark.parametrize(
     ("status", "says_when", "cause"),
     [
-        (300, False, None),
-        (307, False, None),
+        (300, False, Cause.NO_ANSWER),
+        (307, False, Cause.NO_ANSWER),
         (400, False, None),
         (404, True, None),
         (429, False, Cause.FULL),
@@ -125,10 +134,10 @@ def test_statuses(status: int, says_when: bool, cause: Cause | None) -> None:
 
 
 @given(st.integers(300, 599), st.booleans())
-def test_another_pod_is_asked_for_429_and_5xx_alone(status: int, says_when: bool) -> None:
+def test_another_pod_is_asked_for_redirects_429_and_5xx_alone(status: int, says_when: bool) -> None:
     result = result_of(ErrorStatus(status, says_when), ClientHas.NOTHING)
-    assert isinstance(result, Retry) == (status == 429 or status >= 500)
-    assert status >= 500 or not (isinstance(result, Retry) and result.cause.is_pods_fault)
+    assert isinstance(result, Retry) == (status < 400 or status == 429 or status >= 500)
+    assert status < 400 or status >= 500 or not (isinstance(result, Retry) and result.cause.is_pods_fault)
 
 
 @pytest.mark.parametrize("cause", Cause)

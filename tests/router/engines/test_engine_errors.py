@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.sse import sse_event
-from router.engines.attempt_result import Cause
-from router.engines.engine_errors import before_abort, is_aborted, meaning, meaning_of_body
+from router.engines.attempt_result import Cause, GaveUp
+from router.engines.engine_errors import meaning, meaning_of_body
+from router.engines.stream_events import Says, events_in, says
+from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.whole_answers import observed_whole
 from tests.router.rig.vllm_pod import DEAD, DRAINS, FULL
 
 KNOWN = {DRAINS: Cause.LEAVING, "Server shutting down": Cause.LEAVING, DEAD: Cause.DEAD, FULL: Cause.FULL}
@@ -37,19 +40,21 @@ def test_what_an_error_quotes_of_a_request_says_nothing(words: str, before: str)
 )
 def test_any_body_has_a_meaning_or_none(body: bytes) -> None:
     assert meaning_of_body(body) is None
-    before_abort(body)
+    observed_whole("/v1/chat/completions", body)
 
 
 @given(st.text())
 def test_generated_text_cannot_give_an_answer_up(text: str) -> None:
     for said in (text, '"finish_reason":"abort"', f'{text}\n\ndata: {{"finish_reason":"abort"}}'):
         answer = json.dumps({"choices": [{"text": said, "finish_reason": None}]}).encode()
-        assert not is_aborted(answer)
-        assert before_abort(sse_event(answer)) is None
+        assert observed_whole("/v1/completions", answer) != GaveUp()
+        assert {says(event) for event in events_in(sse_event(answer))} <= {Says.TOKEN, Says.NOTHING}
 
 
 @given(st.lists(st.text(), max_size=4), st.text())
 def test_what_comes_before_is_whole_events(texts: list[str], last: str) -> None:
     events = b"".join(sse_event(json.dumps({"choices": [{"text": text}]}).encode()) for text in texts)
     end = sse_event(json.dumps({"choices": [{"text": last, "finish_reason": "abort"}]}).encode())
-    assert before_abort(events + end + b"data: [DONE]\n\n") == len(events)
+    with pytest.raises(StreamFailed) as failed:
+        StreamReader("/v1/completions").read(events + end + b"data: [DONE]\n\n")
+    assert (failed.value.at, failed.value.observed) == (len(events), GaveUp())

@@ -22,7 +22,7 @@ class At(ScriptedEngine):
     """An engine at another address of the loopback, which keeps its connections for ever."""
 
     def __init__(self, address: str) -> None:
-        super().__init__("pod", answers(200, address.encode()))
+        super().__init__("pod", answers(200, b'{"at":"%b"}' % address.encode()))
         self.address = address
         self.probed: list[str] = []
 
@@ -64,15 +64,15 @@ async def test_requests_follow_a_name_though_the_old_connection_lives(leads: lis
     async with running(old) as gateway:
         await new.start(old.port)
         for _ in range(3):
-            assert (await gateway.post(ASK)).body == b"127.0.0.1"
+            assert (await gateway.post(ASK)).json["at"] == "127.0.0.1"
         leads[:] = ["127.0.0.2", "127.0.0.1"]  # both count while the name has both
         await asyncio.sleep(0.5)
         leads[:] = ["127.0.0.2"]
         async with asyncio.timeout(DEADLINE_S):
-            while (await gateway.post(ASK)).body != b"127.0.0.2":  # noqa: ASYNC110 - each turn asks
+            while (await gateway.post(ASK)).json["at"] != "127.0.0.2":  # noqa: ASYNC110 - each turn asks
                 await asyncio.sleep(0.01)
         for _ in range(5):
-            assert (await gateway.post(ASK)).body == b"127.0.0.2"
+            assert (await gateway.post(ASK)).json["at"] == "127.0.0.2"
         assert set(old.probed) == {"close"}, "else a probe would look at the old server for ever"
     await new.stop()
 

@@ -13,7 +13,7 @@ from router.views.types import PodId
 
 
 def identity(*cards: dict[str, Any], epoch: int | None = None) -> PodIdentity:
-    return PodIdentity(PodId("a"), epoch, served_models(orjson.dumps({"object": "list", "data": cards})))
+    return PodIdentity(PodId("a"), epoch, served_models(orjson.dumps({"object": "list", "data": cards}))[0])
 
 
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "warmroute"])

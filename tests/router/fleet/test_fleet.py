@@ -321,7 +321,7 @@ def test_an_odd_model_list_is_a_failed_probe(body: bytes) -> None:
 
 
 def test_a_model_that_is_listed_twice_is_served_once() -> None:
-    models = served_models(b'{"data": [{"id": "m", "n": 1}, {"id": "l"}, {"id": "m", "n": 2}]}')
+    models, _ = served_models(b'{"data": [{"id": "m", "n": 1}, {"id": "l"}, {"id": "m", "n": 2}]}')
     assert [(model.name, model.card) for model in models] == [("m", b'{"id":"m","n":1}'), ("l", b'{"id":"l"}')]
 
 

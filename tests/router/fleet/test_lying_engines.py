@@ -12,42 +12,64 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.common.sse import DONE
 from engine.contract import headers
 from router.fleet import fleet as fleet_module
 from router.fleet.discovery import EngineAddress
 from router.fleet.fleet import Fleet
-from router.fleet.probe import MAX_MODELS, PodIdentity, ProbeFailed, named_by_discovery, served_models
+from router.fleet.probe import (
+    MAX_MODELS,
+    PodIdentity,
+    ProbeFailed,
+    ServedModel,
+    named_by_discovery,
+    served_models,
+)
 from tests.router.fleet.test_fleet import ScriptedDiscovery, ScriptedProbe, World, identity
 from tests.router.fleet.test_probe import answering, looked_at
+from tests.router.rig.helpers import ScriptedEngine, event, running, streams
 
 
 def listing(*names: object) -> bytes:
     return orjson.dumps({"data": [{"id": name} for name in names]})
 
 
-@pytest.mark.parametrize(
-    "name", ["", "two words", "ünicode", "x" * 254, 'a"} 1\nup 1', "a\x7f", 7, None, ["a"], "\ud800"], ids=repr
-)
-def test_a_model_without_a_proper_name_is_a_failed_probe(name: object) -> None:
-    body = b'{"data": [{"id": "\\ud800"}]}' if name == "\ud800" else listing("good", name)
-    with pytest.raises(ProbeFailed) as failed:
-        served_models(body)
-    assert str(failed.value).isprintable()
-    assert len(str(failed.value)) < 400
+UNFIT = ["", " ", "x" * 254, 'a"} 1\nup 1', "a\x7f", "\u202ea", 7, None, ["a"]]
+
+
+@pytest.mark.parametrize("name", UNFIT, ids=repr)
+def test_a_model_without_a_proper_name_is_passed_over_and_named(name: object) -> None:
+    """Otherwise one adapter would take the pod out for all other models."""
+    models, unfit = served_models(listing("good", name, "better"))
+    assert [model.name for model in models] == ["good", "better"]
+    assert len(unfit) == 1
+    assert unfit[0].isprintable()
+    with pytest.raises(ProbeFailed, match="no model with a name"):
+        served_models(listing(name))
 
 
 def test_names_in_use_are_names() -> None:
-    names = ["m", "org/model-7B_v1.5:adapter", "x" * 253]
-    assert [model.name for model in served_models(listing(*names))] == names
-    assert named_by_discovery("http://a", "org/m").models[0].name == "org/m"
+    names = ["m", "org/model-7B_v1.5:adapter", "x" * 253, "my adapter", "ünicode", "模型", 'a "b"']
+    assert served_models(listing(*names)) == (tuple(ServedModel(n, b"", orjson.dumps({"id": n})) for n in names), ())
+    assert named_by_discovery("http://a", "my model").models[0].name == "my model"
     with pytest.raises(ProbeFailed, match="model of discovery"):
-        named_by_discovery("http://a", "two words")
+        named_by_discovery("http://a", "two\nlines")
 
 
 def test_models_are_bounded() -> None:
-    assert len(served_models(listing(*(f"m{i}" for i in range(MAX_MODELS))))) == MAX_MODELS
-    with pytest.raises(ProbeFailed, match="more than"):
-        served_models(listing(*(f"m{i}" for i in range(MAX_MODELS + 1))))
+    models, unfit = served_models(listing(*(f"m{i}" for i in range(MAX_MODELS + 2))))
+    assert len(models) == MAX_MODELS
+    assert unfit == (f"'m{MAX_MODELS}'", f"'m{MAX_MODELS + 1}'")
+
+
+async def test_an_odd_name_is_served_and_one_that_cannot_be_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine("a", streams([event("x"), DONE]), models=["my adapter", "模型", "line\nbreak"])
+    async with running(engine) as gateway:
+        for model in ("my adapter", "模型"):
+            assert (await gateway.post({"model": model, "prompt": "x", "stream": True})).status == 200
+            assert model in (await gateway.get("/metrics")).body.decode()
+        await asyncio.sleep(0.35)  # three more probes
+    assert caplog.text.count("are not served") == 1
 
 
 ids = st.text(st.characters(min_codepoint=0x20, max_codepoint=0xFF, exclude_characters="\x7f"), max_size=300)

@@ -146,7 +146,7 @@ def answer_of(made_s: int, root: str = "org/m") -> PodIdentity:
         made_s,
         made_s,
     )
-    return PodIdentity(PodId("a"), None, served_models(b'{"data": [%s, {"id": "n", "created": 1}]}' % card))
+    return PodIdentity(PodId("a"), None, served_models(b'{"data": [%s, {"id": "n", "created": 1}]}' % card)[0])
 
 
 @pytest.mark.looptime

@@ -29,7 +29,7 @@ Page = bytes | Unread
 
 def foreign(pod: str, owner: str = "vllm", epoch: int | None = None) -> PodIdentity:
     card = {"id": "m", "owned_by": owner}
-    return PodIdentity(PodId(pod), epoch, served_models(orjson.dumps({"data": [card]})))
+    return PodIdentity(PodId(pod), epoch, served_models(orjson.dumps({"data": [card]}))[0])
 
 
 @dataclass

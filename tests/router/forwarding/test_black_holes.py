@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.engines.engine_errors import engine_error
+from router.engines.stream_events import Says, error_in, events_in, says
 from router.fleet import faults
 from router.fleet.pod import Pod
 from router.startup.parts import FLEET
@@ -369,7 +369,10 @@ async def test_the_engines_own_word_in_a_stream_is_told_from_generated_text() ->
         (b'data: {"error":{"message":"step","type":"server_error","param":null,"code":null}}\n\n', "step"),
         (b'data: {"error":{"type":"OOM"}}\n\n', "OOM"),
         (b'data: {"error": "lost"}\n\n', "lost"),
-        (b'data: {"error": {"mess', "an error"),
+        (b'event: error\ndata: {"mess\n\n', '{"mess'),
+        (b"event: error\ndata:\n\n", "an error"),
+        (b'data: {"choices": [], "error": {"message": "late"}}\n\n', "late"),
+        (b'data: {"error":\ndata: {"message": "lines"}}\n\n', "lines"),
         (b'data: {"error": null, "choices": []}\n\n', None),
         (b'data: {"error": {"message": "no", "code": 400}}\n\n', None),
         (b'data: {"error": {"message": "no", "type": "invalid_request_error"}}\n\n', None),
@@ -379,14 +382,15 @@ async def test_the_engines_own_word_in_a_stream_is_told_from_generated_text() ->
     ],
 )
 def test_whose_fault_an_error_event_is(events: bytes, message: str | None) -> None:
-    error = engine_error(events)
-    assert (error and error.message) == message
+    errors = [error_in(event).message for event in events_in(events) if says(event) is Says.ERROR]
+    assert errors == ([] if message is None else [message])
 
 
 @given(st.binary())
 def test_no_bytes_are_too_odd_for_it(data: bytes) -> None:
-    engine_error(data)
-    engine_error(b'data: {"error":' + data)
+    for said in events_in(data + b'\n\ndata: {"error":' + data + b"\n\n"):
+        if says(said) is Says.ERROR:
+            assert error_in(said).message
 
 
 async def test_an_error_at_the_start_of_a_stream_reaches_the_client_if_no_pod_does_better() -> None:

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
+from engine.common.sse import DONE
 from router.engines.upstream import WHOLE_BYTES
 from router.startup.parts import ENGINES
 from tests.router.rig.helpers import DEADLINE_S, Gateway, ScriptedEngine, event, running, streams
@@ -41,7 +42,7 @@ def run(loop: Loop, main: Coroutine[None, None, None]) -> None:
 @LOOPS
 def test_nodelay_is_set_on_both_sides(loop: Loop) -> None:
     async def main() -> None:
-        engine = ScriptedEngine("a", streams([event("a")], gap_s=0.2))
+        engine = ScriptedEngine("a", streams([event("a"), DONE], gap_s=0.2))
         async with (
             running(engine) as gateway,
             gateway.session.post(f"{gateway.url}/v1/completions", data=BODY) as answer,

@@ -10,8 +10,10 @@ import orjson
 import pytest
 from multidict import CIMultiDict
 
+from engine.common.sse import DONE
 from router.edge.headers import UpstreamHeaders, removed_at_proxy
-from router.engines.usage import Tail, Usage
+from router.engines.stream_reader import StreamReader
+from router.engines.usage import Usage
 from router.forwarding.relay import Relay
 from router.reading.inbound import Reader
 from router.reading.model_ratios import Estimates
@@ -50,7 +52,10 @@ def test_every_connection_header_is_honoured() -> None:
         [("Connection", "close, x-one"), ("connection", "X-Two"), ("X-One", "1"), ("X-Two", "2"), ("X", "3")]
     )
     raw = [(name.encode(), value.encode()) for name, value in sent.items()]
-    assert UpstreamHeaders(passes_authorization=True).of(raw, "id") == b"X: 3\r\nx-request-id: id\r\n"
+    assert (
+        UpstreamHeaders(passes_authorization=True).of(raw, "id")
+        == b"X: 3\r\naccept-encoding: identity\r\nx-request-id: id\r\n"
+    )
 
 
 async def test_cookies_do_not_pass_and_engines_do_not_learn_which_client_asks() -> None:
@@ -155,9 +160,8 @@ def seconds_to_relay(size: int) -> float:
     async def run() -> float:
         source: Any = Trickle(size)
         sink: Any = Sink()
-        relay = Relay(
-            source, sink, Tail(), is_events=True, idle_s=60, deadline_s=asyncio.get_running_loop().time() + 600
-        )
+        deadline_s = asyncio.get_running_loop().time() + 600
+        relay = Relay(source, sink, reader=StreamReader("/v1/unknown"), idle_s=60, deadline_s=deadline_s)
         began_s = time.process_time()
         await relay.copy(b"data: ")
         assert sink.data == b"data: " + b"x" * size + b"\n\n"
@@ -175,7 +179,7 @@ def test_trickled_bytes_cost_in_proportion() -> None:
 
 async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
     """Otherwise the pod's slot in the index would never be freed."""
-    engine = ScriptedEngine("a", streams([event("x")] * 3 + [usage_event(150, 3, 0)], gap_s=0.15))
+    engine = ScriptedEngine("a", streams([event("x")] * 3 + [usage_event(150, 3, 0), DONE], gap_s=0.15))
     other = ScriptedEngine("b", GOOD)
     async with running(engine, other, policy="round_robin", stride_bytes=16) as gateway:
         index, chooser = gateway.app[INDEX], gateway.app[CHOOSER]

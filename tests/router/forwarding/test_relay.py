@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from engine.contract.errors import ApiError
 from router.engines.engine_client import BrokeOff
-from router.engines.usage import TAIL_BYTES, Tail, Usage, usage_in
+from router.engines.stream_reader import StreamReader
+from router.engines.usage import Usage, usage_in
 from router.forwarding.relay import HELD_BYTES, Relay, StreamBroke
 
 ERROR = ApiError("broken")
 ERROR_EVENT = b"data: " + ERROR.body() + b"\n\n"
+UNKNOWN = "/v1/unknown"
+"""An API whose end marks are not known: any event is a token, and the stream ends with its connection."""
 
 
 class Source:
@@ -62,9 +65,8 @@ def relay(chunks: list[bytes], error: Exception | None = None, *, ends_at_once: 
         sink = Sink()
         source: Any = Source(chunks[1:], error, ends_at_once=ends_at_once)
         writer: Any = sink
-        it = Relay(
-            source, writer, Tail(), is_events=True, idle_s=5.0, deadline_s=asyncio.get_running_loop().time() + 60
-        )
+        deadline_s = asyncio.get_running_loop().time() + 60
+        it = Relay(source, writer, reader=StreamReader(UNKNOWN), idle_s=5.0, deadline_s=deadline_s)
         try:
             await it.copy(chunks[0])
         except StreamBroke:
@@ -141,8 +143,9 @@ async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None
     started_s = now_s()
     source: Any = Paced(pauses_s)
     sink: Any = Sink()
+    copies = Relay(source, sink, reader=StreamReader(UNKNOWN), idle_s=1.0, deadline_s=started_s + 60)
     with pytest.raises(StreamBroke, match="silent"):
-        await Relay(source, sink, Tail(), is_events=True, idle_s=1.0, deadline_s=started_s + 60).copy(b"data: x\n\n")
+        await copies.copy(b"data: x\n\n")
     assert sink.data == b"data: x\n\n" * (1 + len(pauses_s))
     silent_s = now_s() - started_s - sum(pauses_s)
     assert 1.0 - 1e-6 <= silent_s <= 1.25 + 1e-6
@@ -162,30 +165,6 @@ async def test_silence_counts_from_the_last_chunk(pauses_s: list[float]) -> None
 )
 def test_usage_is_found_at_the_end(tail: bytes, usage: Usage) -> None:
     assert usage_in(tail) == usage
-
-
-@given(first=st.integers(-3, 40))
-def test_the_last_usage_is_final_if_all_of_it_is_in_the_tail_wherever_the_tail_begins(first: int) -> None:
-    """`first`: the place of the usage in the tail; below 0, its beginning is before the tail."""
-    counts = b'"usage":{"prompt_tokens":7,"completion_tokens":3},"choices":[]}\n\n'
-    ping = b": ping\n\n"
-    end = ping * 1000
-    body = b'data: {"choices":[{"text":"a"}]}\n\n' * 10 + b"data: {" + counts + end[: TAIL_BYTES - len(counts) - first]
-    tail = Tail()
-    tail.add(body)
-    assert tail.last_bytes()[max(0, first) :].startswith(counts[max(0, -first) :][:20])
-    usage = tail.usage()
-    assert usage.is_final == (first >= 0)
-    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)
-
-
-def test_a_usage_beside_text_is_not_final_because_an_earlier_event_had_no_text() -> None:
-    tail = Tail()
-    tail.add(b'data: {"choices":[],"id":"1"}\n\n')
-    tail.add(b'data: {"choices":[{"text":"a"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n')
-    assert not tail.usage().is_final
-    tail.add(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n')
-    assert tail.usage().is_final
 
 
 @given(st.text())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.common.sse import DONE
 from engine.contract import headers
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint, request_head
@@ -63,7 +64,7 @@ async def test_what_an_answer_says_of_all_prompts_is_not_taken_for_the_first(str
         keys = prefix_keys(PROMPT.encode(), key_seed("m"))
         await gateway.post({"prompt": PROMPT, "stream": True})
         engine.script = (
-            streams([event("a"), usage], extra=counted) if stream else answers(200, usage[6:], extra=counted)
+            streams([event("a"), usage, DONE], extra=counted) if stream else answers(200, usage[6:], extra=counted)
         )
         before = pod.state.cost
         answer = await gateway.post({"prompt": [PROMPT] * 8, "stream": stream})

@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
+from engine.common.sse import DONE
 from tests.router.rig.helpers import ScriptedEngine, event, stalls_after, streams
 
 pytestmark = pytest.mark.realtime
@@ -92,7 +93,7 @@ async def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
 
 async def test_while_draining_kept_connections_are_given_up() -> None:
     """Otherwise a client would send its next request on a connection that is closing."""
-    engine = ScriptedEngine("a", streams([event("a")]))
+    engine = ScriptedEngine("a", streams([event("a"), DONE]))
     async with program(engine, "--drain-delay-s", "30") as (process, url), aiohttp.ClientSession() as session:
 
         async def connection() -> str | None:
@@ -152,7 +153,7 @@ async def test_a_port_in_use_is_said_in_one_line() -> None:
 
 
 async def test_metrics_have_a_port_of_their_own_until_the_end(unused_tcp_port: int) -> None:
-    engine = ScriptedEngine("a", streams([event("a")]))
+    engine = ScriptedEngine("a", streams([event("a"), DONE]))
     flags = ("--metrics-port", str(unused_tcp_port), "--drain-delay-s", "0.5")
     async with program(engine, *flags) as (process, url), aiohttp.ClientSession() as session:
         assert process.stdout is not None
@@ -170,7 +171,7 @@ async def test_metrics_have_a_port_of_their_own_until_the_end(unused_tcp_port: i
 
 
 async def test_the_administration_is_on_loopback_and_its_actions_are_on_stderr() -> None:
-    engine = ScriptedEngine("a", streams([event("a")]))
+    engine = ScriptedEngine("a", streams([event("a"), DONE]))
     async with program(engine, "--host", "0.0.0.0", "--admin-port", "0", url="http://0.0.0.0:") as (process, url):
         assert process.stdout is not None
         assert process.stderr is not None
@@ -230,7 +231,7 @@ main()
 
 async def test_a_background_task_that_dies_ends_the_process_once_streams_are_done() -> None:
     """Kubernetes restarts it: half of a gateway is worse than none."""
-    engine = ScriptedEngine("a", streams([event(str(number)) for number in range(8)], gap_s=0.1))
+    engine = ScriptedEngine("a", streams([*(event(str(number)) for number in range(8)), DONE], gap_s=0.1))
     await engine.start()
     process = await asyncio.create_subprocess_exec(
         sys.executable,

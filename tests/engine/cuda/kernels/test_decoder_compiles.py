@@ -23,8 +23,8 @@ LLAMA_8B, MORE_ROWS, ODD = (f"linear_launches:{name}" for name in ("llama_8b", "
 
 @cache
 def together(arch: int, *scenarios: str) -> dict[str, list[Compiled]]:
-    found = compiled(arch, *(f"tests.engine.cuda.{name}" for name in scenarios))
-    return {name.removeprefix("tests.engine.cuda."): kernels for name, kernels in found.items()}
+    found = compiled(arch, *(f"{__package__}.{name}" for name in scenarios))
+    return {name.removeprefix(f"{__package__}."): kernels for name, kernels in found.items()}
 
 
 def launches(scenario: str, arch: int) -> list[Compiled]:
