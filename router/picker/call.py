@@ -97,6 +97,9 @@ class Call:
             raise ProtocolError("a message without a part of a request")
         if message.observability_mode:
             raise ProtocolError("observability_mode leaves no room for a decision: switch it off")
+        if self._exchange is None and part == "response_headers":
+            self.is_over = True  # the proxy answers a request that it refuses before it asks
+            return [wire.ProcessingResponse(response_headers=wire.HeadersResponse())]
         if (self._exchange is None) is not (part == "request_headers"):
             raise ProtocolError(f"{part} out of order")
         if part.startswith("response") and self._body is not None:

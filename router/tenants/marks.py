@@ -14,24 +14,23 @@ from hashlib import sha256
 
 from router.tenants.tenant import DEFAULT
 
-_MARKED = re.compile(r"(.*)\.([0-9a-f]{32})", re.DOTALL)
+MARK_CHARS = 32
+_MARK = re.compile(r"\.[0-9a-f]{32}")
 
 
 def marked(tenant: str, name: str) -> str:
     """Return the engines' name for a tenant's `name`."""
-    found = _MARKED.fullmatch(name)
-    if found is None and tenant == DEFAULT.name:
-        return name
-    if found is not None and found[2] == _mark(tenant, found[1]):
-        return name
-    return f"{name}.{_mark(tenant, name)}"
+    plain = unmarked(name)
+    if plain is name:
+        return name if tenant == DEFAULT.name else f"{name}.{_mark(tenant, name)}"
+    return name if name.endswith(_mark(tenant, plain)) else f"{name}.{_mark(tenant, name)}"
 
 
 def unmarked(name: str) -> str:
-    """Return the client's name for an engines' name."""
-    found = _MARKED.fullmatch(name)
-    return name if found is None else found[1]
+    """Return the client's name for an engines' name: `name` itself if it has no mark."""
+    end = name[-1 - MARK_CHARS :]  # names may be megabytes long
+    return name[: -1 - MARK_CHARS] if _MARK.fullmatch(end) else name
 
 
 def _mark(tenant: str, name: str) -> str:
-    return sha256(f"{tenant}\x1f{name}".encode(errors="surrogatepass")).hexdigest()[:32]
+    return sha256(f"{tenant}\x1f{name}".encode(errors="surrogatepass")).hexdigest()[:MARK_CHARS]

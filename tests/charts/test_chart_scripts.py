@@ -243,7 +243,7 @@ async def test_the_job_sends_a_key_and_ends_as_the_comparison_did_and_prints_wha
         )
         ended.append((done.returncode, done.stdout))
     (_, table), (exit_status, printed) = ended
-    admin = "--admin-url=http://rel-warmroute-gateway-admin.ns:8081"
+    admin = "--admin-url=http://rel-warmroute-gateway-admin.ns.svc:8081"
     assert f"the table: compare --url=http://rel-warmroute-gateway.ns:80 {admin} --out=/results" in table
     assert "--policies=round_robin,predicted_ttft --sessions=10 --seed=7 key=sk-first\n" in table
     assert exit_status == ends

@@ -53,7 +53,7 @@ def test_gateways_and_their_clients_speak_https(any_helm: Helm) -> None:
         assert files(clients, name) == {"/etc/warmroute/gateway-ca/ca.crt": ("web", "ca.crt")}, "and no private key"
     compare = load(container(job["spec"]["template"], "compare"))
     assert compare.url == "https://rel-warmroute-gateway.ns:80"
-    assert compare.admin_url == ["http://rel-warmroute-gateway-admin.ns:8081"]
+    assert compare.admin_url == ["http://rel-warmroute-gateway-admin.ns.svc:8081"]
     known = any_helm.render({**values, "gateway.settings.allow_policy_header": True, "gateway.tls.caKey": ""})
     assert files(template_of(known, "Pod", "test"), "completion") == {}
 

@@ -110,7 +110,7 @@ http{{ if .Values.gateway.tls.existingSecret }}s{{ end }}://{{ include "warmrout
 
 {{/* Where the load generator finds the gateways' port for operators. */}}
 {{- define "warmroute.gatewayAdminUrl" -}}
-http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-admin") }}.{{ include "warmroute.namespace" . }}:8081
+http://{{ include "warmroute.componentName" (dict "root" . "component" "gateway-admin") }}.{{ include "warmroute.namespace" . }}.svc:8081
 {{- end }}
 
 {{/* The exact paths that Ingress and HTTPRoute let pass to the gateway, as JSON. */}}

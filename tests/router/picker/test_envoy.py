@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import grpc.aio
+import orjson
 import pytest
 import trustme
 from aiohttp import web
@@ -25,6 +26,7 @@ from router.startup.parts import ADMISSION, FLEET, PICKER, READINESS
 from router.startup.serving import run_picker
 from tests.router.picker.envoy import config, envoy, envoy_program
 from tests.router.picker.proxy import PROMPT, endpoint
+from tests.router.picker.test_client_paths import FORMS, MARK, Open, raw
 from tests.router.rig.helpers import (
     Gateway,
     ScriptedEngine,
@@ -143,6 +145,21 @@ async def test_a_pod_that_is_gone_without_a_fallback_is_found_out(tmp_path: Path
         await gateway.wait_pods(1)
         status, told, _ = await post(gateway, url)
         assert (status, told["x-warmroute-pod"]) == (200, next(pod.pod for pod in pods if pod is not first))
+
+
+@needs_envoy
+async def test_no_form_of_an_administrative_path_passes_envoy_and_the_picker(tmp_path: Path) -> None:
+    engine = Open("a")
+    async with behind(tmp_path, engine) as (_, url):
+        for path in ("/sleep", "/flush_cache", "/collective_rpc", "/metrics", "/v1/load_lora_adapter", "/v1/pods"):
+            for name, form in FORMS.items():
+                for method in ("GET", "POST"):
+                    said = await raw(url, method, form(path), {MARK: "1"}, b"{}" if method == "POST" else b"")
+                    assert said.status in (400, 404, 405), (name, method, path)
+        assert not engine.reached
+        body = orjson.dumps(ASKED)
+        assert (await raw(url, "POST", "/v1/completions", {MARK: "1"}, body)).status == 200
+        assert len(engine.reached) == 1
 
 
 @needs_envoy
