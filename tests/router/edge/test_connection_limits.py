@@ -111,7 +111,7 @@ def test_clients_that_have_no_request_keep_nobody_out(others: list[tuple[bytes, 
     """They send nothing, or a part of a head, before or after a request. Those with a request are never cut."""
 
     async def test() -> None:
-        engine = ScriptedEngine("a", streams([event("a"), event("b")], gap_s=0.3))
+        engine = ScriptedEngine("a", streams([event("a"), event("b"), DONE], gap_s=0.3))
         ask = head(b"Content-Length: %d" % len(orjson.dumps(ASK))) + orjson.dumps(ASK)
         async with contextlib.AsyncExitStack() as stack:
             gateway = await stack.enter_async_context(running(engine, max_connections=4))

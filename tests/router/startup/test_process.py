@@ -74,7 +74,7 @@ async def wait_ready(url: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_streams_finish(number: signal.Signals) -> None:
-    chunks = [event(str(i)) for i in range(30)]
+    chunks = [*(event(str(i)) for i in range(30)), DONE]
     engine = ScriptedEngine("a", streams(chunks, gap_s=0.02))
     async with program(engine, "--drain-delay-s", "0.3") as (process, url), aiohttp.ClientSession() as session:
         async with session.post(f"{url}/v1/completions", json=STREAM) as answer:
@@ -256,5 +256,5 @@ async def test_a_background_task_that_dies_ends_the_process_once_streams_are_don
             await process.communicate()
         await engine.stop()
     assert process.returncode == 1
-    assert body.count(b"data: ") == 8, "the running stream is finished"
+    assert (body.count(b"data: "), body.endswith(DONE)) == (9, True), "the running stream is finished"
     assert "the sweep of the index failed: RuntimeError: the sweeper has a defect" in told.decode()
