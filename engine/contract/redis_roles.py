@@ -14,7 +14,7 @@ writing a pod's snapshot, or an entry in the pod's name.
 
 from __future__ import annotations
 
-_CONNECTING = "+ping +hello +client|setname +client|setinfo +client|id"
+_CONNECTING = "+ping +hello +client|setname +client|id"
 
 ENGINE_RULES = (
     "resetkeys resetchannels ~warmroute:*:events ~warmroute:*:pod:* ~warmroute:*:resync:* "
