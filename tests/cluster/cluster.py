@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -18,11 +19,15 @@ VALUES = (CHART / "values-demo.yaml", Path(__file__).with_name("values.yaml"))
 RELEASE = "warmroute"
 NAMESPACE = "warmroute"
 EVENT_BYTES = 2**22
+_ENVIRON = dict(os.environ)
+"""The tests' own, which has the administrator's kubeconfig; a test may give its gateway another."""
 
 
 def command(*words: str, timeout_s: float = 60.0, text: str | None = None) -> str:
     """Return the standard output of a program that must succeed within the deadline."""
-    done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(
+        words, input=text, capture_output=True, text=True, timeout=timeout_s, check=False, env=_ENVIRON
+    )
     assert done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
