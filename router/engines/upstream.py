@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.common.http.target import Target
-from router.edge.errors import BadGateway, DeadlineExceeded, EngineLeaves, OutOfResources, UpstreamError
+from router.edge.errors import (
+    BadGateway,
+    DeadlineExceeded,
+    EngineLeaves,
+    OutOfResources,
+    UnsupportedEncoding,
+    UpstreamError,
+)
 from router.engines.attempt_result import (
     Cause,
     ErrorEvent,
@@ -25,7 +32,7 @@ from router.engines.engine_errors import (
     is_unknown_path,
     meaning_of_body,
 )
-from router.engines.inflating import Body, UnknownCoding, inflated
+from router.engines.inflating import Body, inflated
 from router.engines.stream_beginning import beginning
 from router.engines.stream_reader import StreamFailed, StreamReader
 from router.engines.whole_answers import observed_whole
@@ -109,6 +116,11 @@ def failure_of(observed: Observed, cause: Cause, status: int) -> UpstreamError |
         case ErrorEvent():
             return BadGateway("the engine answered 200 with an error")
     return None
+
+
+def cannot_inflate(status: int, coding: str | None) -> str:
+    """Return what to say of an answer with a content coding that cannot be undone."""
+    return f"the engine answered {status} with Content-Encoding {(coding or '')[:40]!r}, which the gateway cannot undo"
 
 
 def target_of(pod: Pod, inbound: Inbound) -> Target:
@@ -204,10 +216,11 @@ async def _opened(response: Answer, asked: Inbound, keep: Callable[[int], bool],
     Raises as `Answer.readany`, StreamFailed and PodFailed.
     """
     status = response.status
+    coding = response.headers.get("Content-Encoding")
     try:
-        body = inflated(response, response.headers.get("Content-Encoding"))
-    except UnknownCoding as coding:
-        raise PodFailed(NoAnswer(), BadGateway(f"the engine answered {status} with {coding}")) from None
+        body = inflated(response, coding)
+    except UnsupportedEncoding:
+        raise PodFailed(NoAnswer(), BadGateway(cannot_inflate(status, coding))) from None
     if status >= 300:
         first, says_when = await _error(body, status, keep), "Retry-After" in response.headers
         observed: Observed = observed_status(status, first, says_when=says_when, has_own_key=has_own_key)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.contract.errors import Unavailable
+from router.edge.errors import UnsupportedEncoding
+from router.edge.inflate import Inflater, NotCompressed, inflater_for
 from router.engines.attempt_result import (
     GOES_ON,
     Began,
@@ -23,11 +25,9 @@ from router.engines.attempt_result import (
     ended,
     result_of,
 )
-from router.engines.engine_client import BrokeOff
-from router.engines.inflating import Inflater, UnknownCoding
 from router.engines.stream_events import end_of_events
 from router.engines.stream_reader import StreamFailed, StreamReader
-from router.engines.upstream import observed_status
+from router.engines.upstream import cannot_inflate, observed_status
 from router.engines.usage import TAIL_BYTES, Usage, header_usage, whole_usage
 from router.engines.whole_answers import PARSED_BYTES, observed_whole
 from router.forwarding.exchange import Attempt, Exchange
@@ -69,12 +69,11 @@ class Answered:
         """The running attempt at the pod that gave it; None for a request without keys, or for an unknown pod."""
         if self.attempt is not None and served is not None and served != endpoint_of_pod(self.attempt.pod):
             self._go_elsewhere(self.attempt, served)
-        coding = fields.get("content-encoding", "identity").strip().lower()
-        if coding not in ("", "identity"):
-            try:
-                self._inflater = Inflater(coding)
-            except UnknownCoding as unknown:
-                self._fails(NoAnswer(), f"the engine answered {self._status} with {unknown}")
+        coding = fields.get("content-encoding")
+        try:
+            self._inflater = inflater_for(coding)
+        except UnsupportedEncoding:
+            self._fails(NoAnswer(), cannot_inflate(self._status, coding))
 
     @property
     def has_served(self) -> bool:
@@ -87,11 +86,10 @@ class Answered:
             self._take(chunk)
             return
         try:
-            self._take(self._inflater.feed(chunk))
-            while self._inflater.has_more:
-                self._take(self._inflater.feed())
-        except BrokeOff as broke:
-            self._fails(Failed(Failure.DISCONNECT), str(broke))
+            for piece in self._inflater.inflate(chunk):
+                self._take(piece)
+        except NotCompressed as damage:
+            self._fails(Failed(Failure.DISCONNECT), f"its compressed body is damaged: {damage}")
 
     def _take(self, chunk: bytes) -> None:
         if not chunk:
