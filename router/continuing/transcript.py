@@ -25,7 +25,6 @@ _CHUNK_BYTES = 48
 """Memory of a chunk besides its own bytes: the object's header, and its place in a list."""
 BEGINNINGS = ("response.created", "response.in_progress", "response.queued")
 PLACE = ("item_id", "output_index", "content_index")
-_BEGINNINGS = tuple(kind.encode() for kind in BEGINNINGS)
 ENDS = ("response.completed", "response.incomplete")
 _HEAD = ("id", "created", "model")
 """Fields of every event that identify the answer."""
@@ -47,10 +46,6 @@ class Transcript:
         self.prompt_tokens: int | None = None
         """Prompt tokens in the last `usage`."""
         self.finish: str | None = None
-        self.tells_finish = False
-        """Whether the engine sends the field that will say why the answer ends."""
-        self._has_begun = False
-        """Whether an event was read."""
         self.has_usage = False
         """Whether the usage at the end has come."""
         self.is_done = False
@@ -71,18 +66,11 @@ class Transcript:
         """Whether nothing was sent that a new answer might contradict."""
         return not (self._text or self.made or self.finish or self.obstacle or self.has_usage or self.is_closed)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether an answer that seems to end here was given up: it is empty, or lacks the finish reason though its
-        engine gives one."""
-        return not self.finish and (self.tells_finish or not self._has_begun)
-
     def read(self, data: bytes) -> None:
         """Read the data of one more event."""
         if data == DONE_DATA:
             self.is_done = True
             return
-        self._has_begun = True
         try:
             self._event(loads(data))
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -113,7 +101,6 @@ class Transcript:
         if choice.get("logprobs"):
             self.obstacle = "log-probabilities"
         finish, has_role = choice.get("finish_reason"), False
-        self.tells_finish |= "finish_reason" in choice
         if self._is_chat:
             delta = choice.get("delta") or {}
             piece = delta.get("content")
@@ -133,16 +120,7 @@ class Transcript:
             self.finish = finish or self.finish
 
 
-class NamedEventsTranscript(Transcript):
-    """The state of one answer in an API with named events: messages and responses."""
-
-    @property
-    def is_cut(self) -> bool:
-        """See Transcript. Only an empty answer shows that it was given up (see `router/engines/engine_errors.py`)."""
-        return self.is_empty and bool(self.head)
-
-
-class MessageTranscript(NamedEventsTranscript):
+class MessageTranscript(Transcript):
     """The state of one message with one block of text. With any other block, no other pod can give the rest."""
 
     def __init__(self, endpoint: Endpoint = Endpoint.MESSAGES) -> None:
@@ -180,13 +158,7 @@ class MessageTranscript(NamedEventsTranscript):
             raise ValueError(kind)
 
 
-def only_begins(events: bytes) -> bool:
-    """Whether `events` only announce a response, as vLLM does before it computes anything."""
-    before, *named = (b"\n" + events).split(b"\nevent: ")
-    return not before and all(event.startswith(_BEGINNINGS) for event in named)
-
-
-class ResponseTranscript(NamedEventsTranscript):
+class ResponseTranscript(Transcript):
     """The state of one response with one message with one part of text. With any other item or part, no other pod can
     give the rest."""
 

@@ -11,17 +11,16 @@ HELD_BYTES = 2**18
 """Most bytes of announcements (a response's repeats fields of the request) that are held back."""
 
 
-async def beginning(body: Body, reader: StreamReader, chunk: bytes = b"") -> bytes:
-    """Return the stream up to its first token, and what has come with that; `chunk` is a part that has come already.
+async def beginning(body: Body, reader: StreamReader) -> bytes:
+    """Return the stream up to its first token, and what has come with that.
 
     Comments are dropped: they say only that the server lives. Raises BrokeOff if the stream ends without a token, and
     as `StreamReader.read` and `Body.readany`.
     """
     held = partial = b""
-    while chunk := chunk or await body.readany():
+    while chunk := await body.readany():
         at = max(0, len(partial) - 3)  # an event's end may begin in what has come
         partial += chunk
-        chunk = b""
         if end := end_of_events(partial, at):
             events, partial = partial[:end], partial[end:]
             reader.read(events)

@@ -214,7 +214,7 @@ def _text(value: object) -> str:
         return "an error"
 
 
-def made_no_tokens(usage: object) -> bool:
+def _made_no_tokens(usage: object) -> bool:
     """Whether a usage counts no token of the answer. The token that ends an answer is counted, so no complete answer
     has none."""
     if not isinstance(usage, dict):
@@ -266,7 +266,7 @@ def _of_message(kind: str, event: Mapping[str, Any]) -> Says:
             delta = event.get("delta")
             reason = delta.get("stop_reason") if isinstance(delta, dict) else None
             # A request for 0 tokens gets another reason.
-            if reason == "end_turn" and made_no_tokens(event.get("usage")):
+            if reason == "end_turn" and _made_no_tokens(event.get("usage")):
                 return Says.EMPTY_END
             return Says.REASON if reason else Says.NOTHING
         case "message_stop":
@@ -278,7 +278,7 @@ def _of_response(kind: str, event: Mapping[str, Any]) -> Says:
     if kind in _RESPONSE_ENDS:
         response = event.get("response")
         usage = response.get("usage") if isinstance(response, dict) else None
-        return Says.EMPTY_END if kind == "response.completed" and made_no_tokens(usage) else Says.END
+        return Says.EMPTY_END if kind == "response.completed" and _made_no_tokens(usage) else Says.END
     if kind.endswith(".delta"):
         return Says.TOKEN if event.get("delta") else Says.NOTHING
     if kind == "response.output_item.added":

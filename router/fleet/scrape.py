@@ -306,10 +306,7 @@ class Scraper:
     def _page_url(self, reading: _Reading) -> str:
         """Return the page's URL. With a final slash, Prometheus's Python client itself answers, and accepts the names
         to write. Without the slash, another library answers and writes all lines."""
-        url = URL(reading.member.url)
-        if self._port is not None:
-            url = url.with_port(self._port)
-        page = str(url.with_path("/")).rstrip("/") + METRICS_PATH
+        page = metrics_url(reading.member.url, self._port)
         return f"{page.rstrip('/')}/?{reading.query}" if reading.query else page
 
     @staticmethod
@@ -326,6 +323,14 @@ class Scraper:
                 LONGEST_PAUSE_S,
             )
         reading.said = problem
+
+
+def metrics_url(engine: str, port: int | None) -> str:
+    """Return the URL of the metrics of the engine at that base URL. `port`: their TCP port; None: the engine's own."""
+    url = URL(engine)
+    if port is not None:
+        url = url.with_port(port)
+    return str(url.with_path("/")).rstrip("/") + METRICS_PATH
 
 
 def _is_whole(page: MetricsPage, ranks: Ranks | None) -> bool:

@@ -11,10 +11,9 @@ import asyncio
 import re
 from enum import Enum, auto
 
-from yarl import URL
-
 from router.fleet.fetch import Fetch, Unread
 from router.fleet.pod import Pod
+from router.fleet.scrape import metrics_url
 
 LOOKS = 5
 """How often the count of tokens is read. A long prefill may hold up all other requests for seconds."""
@@ -69,10 +68,8 @@ class VitalSigns:
         """Return the tokens that the engine has made; None if it does not say."""
         if self._port == 0:
             return None
-        page = URL(pod.url).with_path("/metrics")
-        page = page if self._port is None else page.with_port(self._port)
         try:
-            body = await self._fetch(pod.url, str(page), DEADLINE_S, MAX_PAGE_BYTES)
+            body = await self._fetch(pod.url, metrics_url(pod.url, self._port), DEADLINE_S, MAX_PAGE_BYTES)
         except Unread:
             return None
         found = _MADE.findall(body)

@@ -8,7 +8,7 @@ import logging
 import resource
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ from router.startup.parts import (
     ENGINES,
     EVENTS,
     EXPOSITION,
+    FETCH,
     FLEET,
     INDEX,
     ISOLATION,
@@ -279,12 +280,16 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
     settings, constants = app[SETTINGS], app[CONSTANTS]
     app[DISCOVERY] = make_discovery(settings, constants)
     app[OBJECTIVES] = make_objectives(settings)
+
+    def credentials(url: str) -> Mapping[str, str]:
+        return app[UPSTREAM].credentials_of(app[FLEET].key_of(url))
+
     app[FLEET] = Fleet(
         app[DISCOVERY],
         HttpProbe(
             app[SESSION],
             constants.probe_timeout_s,
-            lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)),
+            credentials,
             app[LACKS],
             pods=lambda: app[FLEET].size,
         ),
@@ -292,13 +297,10 @@ async def _fleet(app: web.Application) -> AsyncIterator[None]:
         eject_after=constants.eject_after,
         expected=[*settings.models, *app[NAMES].models],
     )
+    app[FETCH] = HttpFetch(app[SESSION], credentials, app[LACKS])
     app[SCRAPER] = None
     if settings.engine_metrics_port != 0:
-        app[SCRAPER] = Scraper(
-            HttpFetch(app[SESSION], lambda url: app[UPSTREAM].credentials_of(app[FLEET].key_of(url)), app[LACKS]),
-            app[FLEET],
-            port=settings.engine_metrics_port,
-        )
+        app[SCRAPER] = Scraper(app[FETCH], app[FLEET], port=settings.engine_metrics_port)
 
     def give_up(pod: Pod) -> None:
         """If another pod is left, send it the requests that a sleeping pod has not begun to answer."""

@@ -23,7 +23,6 @@ from router.edge.client_keys import counting_refusals
 from router.endpoints.generate import Generate
 from router.endpoints.intake import Reading, UploadLimits
 from router.endpoints.stored_responses import Stored, StoredResponses
-from router.fleet.fetch import HttpFetch
 from router.fleet.vital_signs import VitalSigns
 from router.forwarding.attempts import Attempts, Sessions
 from router.forwarding.candidates import Candidates
@@ -72,6 +71,7 @@ from router.startup.parts import (
     EVENTS,
     EXPLAIN,
     EXPOSITION,
+    FETCH,
     FLEET,
     GENERATE,
     INDEX,
@@ -246,9 +246,7 @@ def _answering(app: web.Application, parts: RequestParts) -> None:
         resumes=settings.resume_streams,
         hedge_after_s=settings.hedge_after_s,
     )
-    credentials = app[UPSTREAM].credentials_of
-    fetch = HttpFetch(app[SESSION], lambda url: credentials(fleet.key_of(url)), app[LACKS])
-    silence = Silence(VitalSigns(fetch, settings.engine_metrics_port), limits.idle_s)
+    silence = Silence(VitalSigns(app[FETCH], settings.engine_metrics_port), limits.idle_s)
     conversations = parts.conversations
     sender = Sender(app[ENGINES], app[UPSTREAM], candidates, accounting, conversations, metrics, limits, silence)
     resuming = Resuming(fleet, chooser, attempts, sender, candidates, accounting, metrics, limits)

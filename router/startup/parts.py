@@ -20,6 +20,7 @@ from router.engines.engine_client import EngineClient
 from router.events.feed import EventFeed
 from router.events.follow import Streams
 from router.fleet.discovery import Discovery
+from router.fleet.fetch import HttpFetch
 from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
 from router.fleet.scrape import Scraper
@@ -57,6 +58,7 @@ SESSION = web.AppKey("session", aiohttp.ClientSession)
 ENGINES = web.AppKey("engines", EngineClient)
 DISCOVERY: web.AppKey[Discovery] = web.AppKey("discovery")
 FLEET = web.AppKey("fleet", Fleet)
+FETCH = web.AppKey("fetch", HttpFetch)
 OBJECTIVES: web.AppKey[Objectives | None] = web.AppKey("objectives")
 SCRAPER: web.AppKey[Scraper | None] = web.AppKey("scraper")
 REGISTRY: web.AppKey[RegistryReader | NoRegistry] = web.AppKey("registry")
