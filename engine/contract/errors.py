@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 
 MAX_MESSAGE_CHARS = 2000
@@ -42,11 +44,21 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the attributes, since subclasses take other arguments."""
+        return _unpickled, (type(self), self.args), self.__dict__
+
     def body(self) -> bytes:
         """Return the JSON body of the response."""
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
+
+
+def _unpickled(kind: type[ApiError], args: tuple[Any, ...]) -> ApiError:
+    made = kind.__new__(kind)
+    made.args = args
+    return made
 
 
 class BadRequest(ApiError):

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from engine.contract.bounded_json import TooManyValues, ValueCount
 from engine.contract.errors import BadRequest
-from engine.contract.requests import too_many_values
 from router.edge.admission import Admitted
 from router.edge.connection_limits import leave_fifo, want_body
 from router.edge.errors import RequestTimeout, TooLarge
@@ -64,8 +62,6 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
         while piece := await request.content.readany():
             await body.take(piece)
         return await body.whole()
-    except TooManyValues as error:
-        raise too_many_values(error) from None
     except web.RequestPayloadError as error:
         raise unreadable(error) from None
     except NotCompressed as error:
@@ -128,7 +124,6 @@ class _Body:
         self._inflater = inflater
         self._chunks: list[bytes] = []
         self._size = 0
-        self._values = ValueCount()
 
     async def take(self, piece: bytes) -> None:
         """Add a piece. Other requests get their turn between the slices of a compressed piece."""
@@ -157,7 +152,6 @@ class _Body:
         self._check(self._size)
         self._admitted.hold(self._size)
         self._chunks.append(made)
-        self._values.add(made)  # the client may send 16 MiB of what is not read
 
 
 def _check_size(size: int, request: web.Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -16,8 +16,11 @@ from router.edge.form import Form, too_large
 from router.forwarding.conversations import Conversations
 from router.forwarding.exchange import Arrival
 from router.reading.by_load import BY_LOAD, UPLOADS
-from router.reading.inbound import Inbound, Reader, endpoint_of
+from router.reading.inbound import Inbound
+from router.reading.jobs import ReadByLoad, ReadRequest
 from router.reading.named_cache import NamesCache
+from router.reading.names import Models
+from router.reading.reader_process import BodyReader, known_headers
 from router.reading.upload import Upload
 from router.stored.named_caches import NamedCaches
 from router.tenants.tenant import Tenant
@@ -39,13 +42,15 @@ class Reading:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: BodyReader,
+        models: Models,
         named_caches: NamedCaches,
         conversations: Conversations,
         bodies: BodyLimits,
         uploads: UploadLimits,
     ) -> None:
         self._reader = reader
+        self._models = models
         self._named_caches = named_caches
         self._conversations = conversations
         self._bodies = bodies
@@ -75,9 +80,9 @@ class Reading:
         try:
             await go_ahead(request)
             tenant = arrival.tenant
-            await upload.hold(self._uploads.max_held_bytes, self._reader.models.only_model(tenant))
+            await upload.hold(self._uploads.max_held_bytes, self._models.only_model(tenant))
             size = request.content_length or upload.held
-            return self._reader.read_upload(request.path, upload, size, request.headers, tenant)
+            return self._reader.here.read_upload(request.path, upload, size, request.headers, tenant)
         except BaseException:
             upload.close()
             raise
@@ -94,45 +99,46 @@ class Reading:
     ) -> Inbound:
         """Return the request to `path`, sent as `raw_path`. `on_wait` is called before a wait. Raises ApiError."""
         tenant, priority = arrival.tenant, arrival.urgency.priority
-        endpoint = KEYED.get(path)
+        endpoint, known = KEYED.get(path), known_headers(incoming)
         if endpoint is None:
-            return self._reader.read_by_load(path if path in BY_LOAD else raw_path, body, incoming, tenant, priority)
-        try:
-            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
-        except NamesCache as named:
-            on_wait()
-            body = await self._named_caches.expand(endpoint, named.fields, body, tenant, admitted)
-            inbound = self._reader.read(endpoint, body, incoming, tenant, priority=priority)
+            by_load = ReadByLoad(path if path in BY_LOAD else raw_path, known, tenant, priority)
+            return await self._reader.read(by_load, body, on_wait)
+        asked = ReadRequest(endpoint, known, tenant, priority=priority)
+        inbound, asked = await self._read(asked, body, admitted, on_wait)
         if inbound.continues is None:
             return inbound
         on_wait()
-        return await self._placed(endpoint, incoming, arrival, inbound, body)
+        return await self._placed(asked, inbound, body)
 
     async def explained(self, body: bytes, incoming: Mapping[str, str], tenant: Tenant, admitted: Admitted) -> Inbound:
         """Return the request of `tenant` in `body`, which is not sent. The body's fields tell the endpoint.
 
         Raises ApiError.
         """
-        try:
-            return self._reader.read(None, body, incoming, tenant)
-        except NamesCache as named:
-            whole = await self._named_caches.expand(endpoint_of(named.fields), named.fields, body, tenant, admitted)
-            return self._reader.read(None, whole, incoming, tenant)
+        inbound, _ = await self._read(ReadRequest(None, known_headers(incoming), tenant), body, admitted, lambda: None)
+        return inbound
 
-    async def _placed(
-        self, endpoint: Endpoint, incoming: Mapping[str, str], arrival: Arrival, inbound: Inbound, body: bytes
-    ) -> Inbound:
+    async def _read(
+        self, asked: ReadRequest, body: bytes, admitted: Admitted, on_wait: Callable[[], None]
+    ) -> tuple[Inbound, ReadRequest]:
+        """Return the request, and how it was read: with the cache that it names. Raises ApiError."""
+        try:
+            return await self._reader.read(asked, body, on_wait), asked
+        except NamesCache as named:
+            on_wait()
+            cache = await self._named_caches.find(named.name, body, asked.tenant, admitted)
+        asked = replace(asked, cache=cache)
+        return await self._reader.read(asked, body, on_wait, more=cache.contents), asked
+
+    async def _placed(self, asked: ReadRequest, inbound: Inbound, body: bytes) -> Inbound:
         """Return the request, bound to the pod that has its conversation. Raises ApiError.
 
         If the request gives one of the operator's names, the name stands for the model that the conversation used
         before. The first user message, by which a model is chosen, is not in the request.
         """
-        place = await self._conversations.place(inbound, arrival.tenant.name)
+        place = await self._conversations.place(inbound, asked.tenant.name)
         if place is None:
             return inbound
         if inbound.is_named and place.model != inbound.model:
-            tenant, model = arrival.tenant, place.model
-            inbound = self._reader.read(
-                endpoint, body, incoming, tenant, meant=model, priority=arrival.urgency.priority
-            )
+            inbound = await self._reader.read(replace(asked, meant=place.model), body)
         return self._conversations.bound(inbound, place)

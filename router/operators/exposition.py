@@ -15,6 +15,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.lack import Lacks
 from router.fleet.scrape import Scraper
 from router.peer_sync.reader import PeerSyncStatus
+from router.reading.reader_process import BodyReader
 from router.registry.reader import RegistryStatus
 from router.telemetry.clients import ClientValues
 from router.telemetry.fleet import DiscoveryValues, FleetValues
@@ -43,7 +44,9 @@ class Exposition:
         return self._metrics.families(self._read())
 
 
-def client_values(admission: Admission, connections: ClientConnections, lacks: Lacks) -> ClientValues:
+def client_values(
+    admission: Admission, connections: ClientConnections, lacks: Lacks, reader: BodyReader
+) -> ClientValues:
     """Return what clients' connections and requests hold, and what the log lost."""
     return ClientValues(
         in_flight=admission.in_flight,
@@ -53,6 +56,8 @@ def client_values(admission: Admission, connections: ClientConnections, lacks: L
         refused=connections.refused,
         lacks=lacks.counts,
         log_lines_dropped=STDERR.dropped,
+        heavy_bodies=reader.heavy,
+        reader_processes_ended=reader.ended,
     )
 
 

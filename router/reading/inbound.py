@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from multidict import istr
 from xxhash import xxh3_64_intdigest
@@ -19,11 +19,10 @@ from engine.contract.responses import kept_by_engine
 from router.reading.by_load import AUDIO_TOKEN_BYTES, BY_LOAD, FREE, LONG, asked_model
 from router.reading.engine_fields import without_effect
 from router.reading.fields import body_of, with_fields
-from router.reading.model_ratios import Estimates
-from router.reading.named_cache import FIELD, NamesCache
-from router.reading.names import Models
+from router.reading.model_ratios import ModelEstimate
+from router.reading.named_cache import FIELD, NamesCache, StoredCache
+from router.reading.names import first_words
 from router.reading.upload import Upload
-from router.tenants.isolation import Isolation
 from router.tenants.marks import marked
 from router.tenants.tenant import DEFAULT, Tenant
 from router.views.types import PodId
@@ -113,31 +112,73 @@ inbound_by_load = partial(Inbound, stream=False, keys=(), prompt_bytes=0, teache
 """Makes an Inbound without a prefix to cache."""
 
 
+class ModelNames(Protocol):
+    """What a Reader asks about models: see `names.Models`."""
+
+    def only_model(self, tenant: Tenant) -> str | None:
+        """See Models."""
+        ...
+
+    def meant(self, asked: str | None, tenant: Tenant, words: Callable[[], bytes]) -> str | None:
+        """See Models."""
+        ...
+
+    def find(self, name: str | None, tenant: Tenant) -> tuple[str, str]:
+        """See Models."""
+        ...
+
+
+class ModelEstimates(Protocol):
+    """What a Reader asks about tokens: see `model_ratios.Estimates`."""
+
+    def of(self, model: str) -> ModelEstimate:
+        """See Estimates."""
+        ...
+
+
+class Salts(Protocol):
+    """What a Reader asks about salts: see `tenants.isolation.Isolation`."""
+
+    @property
+    def has_secret(self) -> bool:
+        """See Isolation."""
+        ...
+
+    def salt(self, tenant: Tenant, own_salt: str) -> str:
+        """See Isolation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How requests are read, by the operator's settings."""
+
+    stride_bytes: int
+    default_policy: str
+    policies: frozenset[str] | None
+    """Names that a request may choose from by header; None: it may not."""
+    engine_priority: Literal[-1, 1] | None = None
+    """Sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None: the gateway does not
+    set it."""
+
+
 class Reader:
     """Turns bodies into Inbound. Raises BadRequest, ModelNotFound or Unavailable, naming the field."""
 
     def __init__(
         self,
-        models: Models,
-        estimates: Estimates,
-        *,
-        stride: int,
-        default_policy: str,
-        policies: frozenset[str] | None,
-        isolation: Isolation | None = None,
-        engine_priority: Literal[-1, 1] | None = None,
+        models: ModelNames,
+        estimates: ModelEstimates,
+        isolation: Salts | None,
+        rules: Rules,
     ) -> None:
-        """`policies`: names that a request may choose from by header; None: it may not. `isolation`: tenants' salts.
-        `engine_priority`: sign of the field `priority` that engines get, 1 if they serve a higher one sooner; None:
-        the gateway does not set it.
-        """
-        self.models = models
-        self._engine_priority = engine_priority
+        """`isolation`: tenants' salts; None: clients' salts reach engines."""
+        self._models = models
         self._estimates = estimates
-        self._stride = stride
-        self._default_policy = default_policy
-        self._policies = policies
         self._isolation = isolation
+        self._rules = rules
+        self._stride = rules.stride_bytes
+        self._engine_priority = rules.engine_priority
 
     def read(
         self,
@@ -147,24 +188,22 @@ class Reader:
         tenant: Tenant = DEFAULT,
         meant: str | None = None,
         priority: int | None = None,
+        cache: StoredCache | None = None,
     ) -> Inbound:
         """Return the request of `tenant` in `body`. `endpoint`: None to infer it from the body's fields. `meant`: the
-        model that a name in the body stands for, if that is known already.
+        model that a name in the body stands for, if that is known already. `cache`: the named cache in the body.
 
-        Raises NamesCache if a named cache's contents have to be put in front first.
+        Raises NamesCache if the body names a cache that is not given.
         """
         policy = self._policy(incoming.get(headers.POLICY))
         fields = parse_body(body)
-        if FIELD in fields:
-            if fields[FIELD] is not None:
-                raise NamesCache(fields)
-            del fields[FIELD]  # null: no cache, and engines do not know the field
-            body = body_of(fields)
         if endpoint is None:
             endpoint = endpoint_of(fields)
+        if FIELD in fields:
+            body, fields = _with_cache(endpoint, fields, cache)
         head = request_head(endpoint, fields)
-        name = meant or self.models.meant(head.model, tenant, (endpoint, fields))
-        model, adapter = self.models.find(name, tenant)
+        name = meant or self._models.meant(head.model, tenant, partial(first_words, endpoint, fields))
+        model, adapter = self._models.find(name, tenant)
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         priority = asked_priority if priority is None else priority
         dropped = self._dropped(endpoint, fields, tenant)
@@ -245,8 +284,8 @@ class Reader:
         asked_priority = _priority(incoming.get(headers.PRIORITY), tenant)
         policy, fields = self._policy(incoming.get(headers.POLICY)), parse_body(body)
         asked = asked_model(fields, is_required=path not in BY_LOAD)
-        name = self.models.meant(asked, tenant, body)
-        model, _ = self.models.find(name, tenant)
+        name = self._models.meant(asked, tenant, lambda: body)
+        model, _ = self._models.find(name, tenant)
         dropped = self._dropped(path, fields, tenant)
         new: dict[str, Any] = _own_names(path, fields, tenant)
         if name is not None and name != asked:
@@ -275,13 +314,13 @@ class Reader:
         """Return the request of `tenant` with a form of about `size` bytes, once enough has come to choose a pod."""
         policy, words = self._policy(incoming.get(headers.POLICY)), upload.sample
         asked = upload.model or None
-        only = self.models.only_model(tenant) if asked is None else None
-        name = only or self.models.meant(asked, tenant, words)
-        model, _ = self.models.find(name, tenant)
+        only = self._models.only_model(tenant) if asked is None else None
+        name = only or self._models.meant(asked, tenant, lambda: words)
+        model, _ = self._models.find(name, tenant)
 
         def check(late: str) -> None:
-            meant = self.models.meant(late or None, tenant, words)
-            if self.models.find(meant, tenant)[0] != model or (meant or model) != (name or model):
+            meant = self._models.meant(late or None, tenant, lambda: words)
+            if self._models.find(meant, tenant)[0] != model or (meant or model) != (name or model):
                 raise BadRequest(
                     f"model is {quoted(late)}, and the upload has begun for {quoted(name or model)}: put the field "
                     "model before the file in the form",
@@ -315,18 +354,30 @@ class Reader:
 
     def _policy(self, asked: str | None) -> str:
         if asked is None:
-            return self._default_policy
-        if self._policies is None:
+            return self._rules.default_policy
+        policies = self._rules.policies
+        if policies is None:
             raise BadRequest(
                 f"the header {headers.POLICY} is not allowed here: start the gateway with --allow-policy-header",
                 param=headers.POLICY,
             )
-        if asked not in self._policies:
+        if asked not in policies:
             raise BadRequest(
-                f"{headers.POLICY}: unknown policy {quoted(asked)}; known: {', '.join(sorted(self._policies))}",
+                f"{headers.POLICY}: unknown policy {quoted(asked)}; known: {', '.join(sorted(policies))}",
                 param=headers.POLICY,
             )
         return asked
+
+
+def _with_cache(endpoint: Endpoint, fields: dict[str, Any], cache: StoredCache | None) -> tuple[bytes, dict[str, Any]]:
+    """Return the body that engines get instead of one that has the field of a named cache, and its fields."""
+    if fields[FIELD] is None:
+        del fields[FIELD]  # no cache, and engines do not know the field
+        return body_of(fields), fields
+    if cache is None:
+        raise NamesCache(endpoint, fields[FIELD])
+    body = cache.expand(endpoint, fields)
+    return body, parse_body(body)
 
 
 def _own_names(endpoint: str, fields: Mapping[str, Any], tenant: Tenant) -> dict[str, Any]:

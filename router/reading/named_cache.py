@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.contract.bounded_json import loads
 from engine.contract.errors import BadRequest, quoted
 from engine.contract.messages import CACHE_CONTROL
 from engine.contract.requests import MAX_LISTED, Endpoint
+from router.edge.errors import TooLarge
 from router.reading.fields import body_of
 
 FIELD = "cached_content"
@@ -77,13 +79,39 @@ class Wanted:
     """JSON object with those of `system`, `messages` and `tools` that were given."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredCache:
+    """A named cache, to be put in front of one request."""
+
+    meta: CacheMeta
+    contents: bytes
+    """See Wanted."""
+    mark_s: float | None
+    """If given, ask the engine to keep the contents about that many seconds."""
+    max_body_bytes: int
+    """Most bytes of the request with the contents."""
+
+    def expand(self, endpoint: Endpoint, fields: Mapping[str, Any]) -> bytes:
+        """Return the body that engines get for `fields`. Raises BadRequest if the request cannot begin with this cache,
+        and TooLarge."""
+        made = expanded(endpoint, fields, self.meta, loads(self.contents), mark_s=self.mark_s)
+        if len(made) > self.max_body_bytes:
+            raise TooLarge(
+                f"with the contents of {PREFIX}{self.meta.id} the request body has {len(made)} bytes; at most "
+                f"{self.max_body_bytes} are allowed",
+                param=FIELD,
+            )
+        return made
+
+
 class NamesCache(BadRequest):
     """The request begins with a named cache. The caller puts the contents in front, or refuses the request."""
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, endpoint: Endpoint, name: object) -> None:
+        """`name`: the value of FIELD."""
         super().__init__(f"{FIELD} is not read here: send the whole request", param=FIELD)
-        self.fields = fields
-        """The request's body."""
+        self.endpoint = endpoint
+        self.name = name
 
 
 def new_id() -> str:

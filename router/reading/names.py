@@ -54,6 +54,10 @@ class Names:
         own, _, adapter = name.rpartition(":")
         return (own, adapter) if adapter and own in self._shares else ("", "")
 
+    def is_split(self, name: str) -> bool:
+        """Whether one of the operator's names stands for several models."""
+        return len(self._shares[name]) > 1
+
     def model(
         self,
         name: str,
@@ -161,9 +165,9 @@ class Models:
         allowed = list(filter(tenant.may_use, self._fleet.models()))
         return allowed[0] if len(allowed) == 1 else None
 
-    def meant(self, asked: str | None, tenant: Tenant, words: bytes | tuple[Endpoint, Mapping[str, Any]]) -> str | None:
-        """Return the name to ask engines for. `words`: bytes that tell the conversation from others, or the endpoint
-        and the fields that contain such bytes.
+    def meant(self, asked: str | None, tenant: Tenant, words: Callable[[], bytes]) -> str | None:
+        """Return the name to ask engines for. `words`: returns bytes that tell the conversation from others. It is
+        called only if they choose one of several models.
 
         Raises Forbidden unless the tenant may use both the name that it asks for and the model that this stands for.
         """
@@ -172,7 +176,7 @@ class Models:
         if name is None or not own or (adapter and self._is_known(name)):
             return name
         check_allowed(tenant, name)
-        known = words if isinstance(words, bytes) else first_words(*words)
+        known = words() if self._names.is_split(own) else b""
         return self._names.model(own, tenant, self._is_served, known, partial(self._on, adapter) if adapter else str)
 
     def _on(self, adapter: str, model: str) -> str:

@@ -57,6 +57,7 @@ from router.startup.event_sources import sources
 from router.startup.handlers import handlers
 from router.startup.parts import (
     ADMISSION,
+    BODY_READER,
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
@@ -400,6 +401,7 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
             running.push_async_callback(peer_sync.close)
             for name, work in await peer_sync.start():
                 await running.enter_async_context(kept(app, name, work))
+        await running.enter_async_context(kept(app, "reading heavy bodies", app[BODY_READER].serve()))
         await running.enter_async_context(kept(app, "following KV events", streams.run()))
         await running.enter_async_context(kept(app, "discovery", app[FLEET].run()))
         if (objectives := app[OBJECTIVES]) is not None:

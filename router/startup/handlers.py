@@ -54,13 +54,15 @@ from router.overload.line import LineLimits
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerLimits, PickerParts
 from router.reading.client_paths import MODEL, MODELS, Found
-from router.reading.inbound import Reader
+from router.reading.inbound import Rules
 from router.reading.model_ratios import Estimates
 from router.reading.names import Models
+from router.reading.reader_process import BodyReader
 from router.registry.reader import RegistryReader
 from router.routing.policies import POLICY_NAMES, PolicyOptions, make_policy
 from router.startup.parts import (
     ADMISSION,
+    BODY_READER,
     CACHE_STORE,
     CHOOSER,
     CLIENT_KEYS,
@@ -194,20 +196,16 @@ def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
         Conversations(fleet, app[PLACES], has_tenants=app[SETTINGS].tenants_file is not None),
     )
     bodies = BodyLimits(constants.body_timeout_s, constants.body_min_rate)
-    reader = Reader(
-        Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0),
-        estimates,
-        stride=constants.stride_bytes,
-        default_policy=settings.policy,
-        policies=frozenset(POLICY_NAMES) if settings.allow_policy_header else None,
-        isolation=app[ISOLATION],
-        engine_priority=ENGINE_PRIORITY_SIGNS[settings.engine_priority],
-    )
+    models = Models(fleet, app[NAMES], wakes_models=settings.activation_timeout_s > 0)
+    policies = frozenset(POLICY_NAMES) if settings.allow_policy_header else None
+    rules = Rules(constants.stride_bytes, settings.policy, policies, ENGINE_PRIORITY_SIGNS[settings.engine_priority])
+    reader = app[BODY_READER] = BodyReader(models, estimates, app[ISOLATION], rules)
     app[NAMED_CACHES] = NamedCaches(
         app[CACHE_STORE],
         fleet,
         app[NAMES],
         estimates,
+        reader,
         app[ADMISSION],
         bodies,
         NamedCacheLimits(constants.named_cache_max_ttl_s, settings.max_body_bytes, settings.named_caches > 0),
@@ -225,7 +223,7 @@ def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
     uploads = UploadLimits(settings.max_body_bytes, constants.max_upload_mib * MIB)
     return RequestParts(
         bodies,
-        Reading(reader, app[NAMED_CACHES], conversations, bodies, uploads),
+        Reading(reader, models, app[NAMED_CACHES], conversations, bodies, uploads),
         Candidates(fleet, app[ROOM], chooser, asyncio.get_running_loop().time),
         conversations,
         Attempts(fleet, chooser, sessions),
@@ -335,7 +333,7 @@ def _reporting(app: web.Application, registry: RegistryView) -> None:
     def read() -> ScrapedValues:
         found = discovery.status()
         return ScrapedValues(
-            clients=client_values(app[ADMISSION], app[CONNECTIONS], app[LACKS]),
+            clients=client_values(app[ADMISSION], app[CONNECTIONS], app[LACKS], app[BODY_READER]),
             fleet=fleet_values(fleet, app[SCRAPER]),
             discovery=discovery_values(found, readiness.sync_age_s()),
             registry=registry_values(registry.status(), is_configured=has_registry),

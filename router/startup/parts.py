@@ -36,6 +36,7 @@ from router.operators.resets import Resets
 from router.peer_sync.sent_reports import SentReports
 from router.picker.parts import PickerParts
 from router.reading.names import Names
+from router.reading.reader_process import BodyReader
 from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryReader
 from router.settings.constants import Constants
@@ -85,6 +86,7 @@ ROOM = web.AppKey("room", WaitingRoom)
 DIED: web.AppKey[asyncio.Future[str]] = web.AppKey("died")
 LACKS = web.AppKey("lacks", Lacks)
 NAMES = web.AppKey("names", Names)
+BODY_READER = web.AppKey("body_reader", BodyReader)
 NAMED_CACHES = web.AppKey("named_caches", NamedCaches)
 CACHE_STORE: web.AppKey[CacheStore] = web.AppKey("cache_store")
 CLIENT_KEYS = web.AppKey("client_keys", ClientKeys)

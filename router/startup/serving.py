@@ -32,6 +32,7 @@ from router.settings.gateway import GatewaySettings
 from router.startup.app import build_app, kept
 from router.startup.parts import (
     ADMISSION,
+    BODY_READER,
     CHOOSER,
     CONNECTIONS,
     CONSTANTS,
@@ -191,6 +192,7 @@ async def serve(settings: GatewaySettings, constants: Constants = DEFAULTS) -> N
             except NoPort as error:
                 raise CannotListen(str(error)) from None
             lines.append(f"endpoint picker on {settings.host}:{picker_port}")
+        app[BODY_READER].start()
         await running.enter_async_context(quiet_collector(lambda: not app[ADMISSION].in_flight))
         print("\n".join(lines), flush=True)
         async with running_task(stop.wait()) as told:

@@ -15,30 +15,29 @@ from aiohttp import web
 
 from engine.contract.bounded_json import loads
 from engine.contract.errors import ApiError, BadRequest, ModelNotFound, quoted
-from engine.contract.keys import canonical_chat
-from engine.contract.messages import chat_messages, chat_tools
-from engine.contract.requests import Endpoint, parse_body
+from engine.contract.requests import parse_body
 from router.edge.admission import Admission, Admitted
 from router.edge.body import BodyLimits, read_body
 from router.edge.client_keys import tenant_of
 from router.edge.connection_limits import leave_fifo
-from router.edge.errors import TooLarge, error_response
+from router.edge.errors import error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
+from router.reading.jobs import ReadNewCache
 from router.reading.model_ratios import Estimates
 from router.reading.named_cache import (
     FIELD,
     MAX_MARKS,
     PREFIX,
     CacheMeta,
-    expanded,
+    StoredCache,
     id_of,
     is_id,
     new_id,
-    parse_new,
     parse_renewal,
 )
 from router.reading.names import Names, check_allowed, find_model
+from router.reading.reader_process import BodyReader
 from router.stored.cache_store import CacheStore
 from router.tenants.tenant import Tenant
 
@@ -78,6 +77,7 @@ class NamedCaches:
         fleet: Fleet,
         names: Names,
         estimates: Estimates,
+        reader: BodyReader,
         admission: Admission,
         bodies: BodyLimits,
         limits: NamedCacheLimits,
@@ -88,18 +88,16 @@ class NamedCaches:
         self._fleet = fleet
         self._names = names
         self._estimates = estimates
+        self._reader = reader
         self._admission = admission
         self._bodies = bodies
         self._limits = limits
         self._clock = clock
 
-    async def expand(
-        self, endpoint: Endpoint, fields: dict[str, Any], body: bytes, tenant: Tenant, admitted: Admitted
-    ) -> bytes:
-        """Return the body that engines get for `fields`, the fields of `body`. Raises ApiError if the request cannot
-        begin with the cache that it names."""
+    async def find(self, name: object, body: bytes, tenant: Tenant, admitted: Admitted) -> StoredCache:
+        """Return the named cache that `body` begins with. Raises ApiError."""
         self._check_enabled()
-        cache_id = id_of(fields[FIELD])
+        cache_id = id_of(name)
         found = await self._store.get(tenant.name, cache_id) if is_id(cache_id) else None
         if found is None:
             raise NoSuchCache(cache_id, FIELD)
@@ -107,14 +105,7 @@ class NamedCaches:
         admitted.hold(2 * len(body) + len(contents))
         left_s = meta.until_s - self._clock()
         keeps = body.count(_MARK) + contents.count(_MARK) < MAX_MARKS and self._keeps(meta.model)
-        made = expanded(endpoint, fields, meta, loads(contents), mark_s=left_s if keeps else None)
-        if len(made) > self._limits.max_body_bytes:
-            raise TooLarge(
-                f"with the contents of {PREFIX}{cache_id} the request body has {len(made)} bytes; at most "
-                f"{self._limits.max_body_bytes} are allowed",
-                param=FIELD,
-            )
-        return made
+        return StoredCache(meta, contents, left_s if keeps else None, self._limits.max_body_bytes)
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/caches`."""
@@ -138,13 +129,12 @@ class NamedCaches:
 
     async def _create(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
         with self._admission.request() as admitted:
-            fields = await self._fields(request, admitted)
-            now_s = self._clock()
-            wanted = parse_new(fields, now_s, self._limits.max_ttl_s)
+            body, now_s = await self._body(request, admitted), self._clock()
+            wanted, size = await self._reader.read(ReadNewCache(now_s, self._limits.max_ttl_s, tenant), body)
             check_allowed(tenant, wanted.model)
             if wanted.model not in self._names and not self._fleet.is_known(wanted.model):
                 find_model(self._fleet, wanted.model, tenant)
-            tokens = self._tokens(wanted.model, fields)
+            tokens = max(1, round(size * self._estimates.of(wanted.model).tokens_per_byte))
             meta = CacheMeta(
                 new_id(), wanted.model, wanted.display_name, now_s, now_s, wanted.until_s, len(wanted.contents), tokens
             )
@@ -171,7 +161,8 @@ class NamedCaches:
 
     async def _renew(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
         with self._admission.request() as admitted:
-            until_s = parse_renewal(await self._fields(request, admitted), self._clock(), self._limits.max_ttl_s)
+            fields = parse_body(await self._body(request, admitted))
+            until_s = parse_renewal(fields, self._clock(), self._limits.max_ttl_s)
         cache_id = request.match_info["id"]
         meta = await self._store.renew(tenant.name, cache_id, until_s) if is_id(cache_id) else None
         if meta is None:
@@ -184,11 +175,11 @@ class NamedCaches:
             raise NoSuchCache(cache_id, None)
         return {}
 
-    async def _fields(self, request: web.Request, admitted: Admitted) -> dict[str, Any]:
+    async def _body(self, request: web.Request, admitted: Admitted) -> bytes:
         deadline_s = asyncio.get_running_loop().time() + self._bodies.timeout_s
-        fields = parse_body(await read_body(request, admitted, self._bodies, deadline_s))
+        body = await read_body(request, admitted, self._bodies, deadline_s)
         leave_fifo(request)  # what follows may wait for Redis
-        return fields
+        return body
 
     async def _answer(self, request: web.Request, handler: Callable[[web.Request, Tenant], Any]) -> web.StreamResponse:
         try:
@@ -203,12 +194,6 @@ class NamedCaches:
     def _check_enabled(self) -> None:
         if not self._limits.is_enabled:
             raise BadRequest("named caches are switched off here: --named-caches is 0", code="unsupported_parameter")
-
-    def _tokens(self, model: str, fields: dict[str, Any]) -> int:
-        """Estimate the tokens of the contents. Raises BadRequest for contents that no engine could read."""
-        messages = chat_messages(fields.get("system"), fields.get("messages") or [])
-        canonical = canonical_chat(messages, chat_tools(fields.get("tools") or ()))
-        return max(1, round(len(canonical) * self._estimates.of(model).tokens_per_byte))
 
     def _keeps(self, model: str) -> bool:
         """Whether the engines of this model keep marked contents, according to one engine's model card."""

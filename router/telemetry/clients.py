@@ -26,6 +26,8 @@ class ClientValues:
     lacks: Mapping[str, int]
     """By name of the error."""
     log_lines_dropped: int = 0
+    heavy_bodies: int = 0
+    reader_processes_ended: int = 0
 
 
 class ClientMetrics:
@@ -41,7 +43,11 @@ class ClientMetrics:
                 "answer_bytes": "Bytes of answers that are kept until they are whole, or until their clients take them",
                 "connections": "Connections of clients that are open",
             },
-            counters={"log_lines_dropped": "Lines of the log that were not written, because nobody reads the log"},
+            counters={
+                "log_lines_dropped": "Lines of the log that were not written, because nobody reads the log",
+                "heavy_bodies": "Bodies that were read in the reader process, because they take long to read",
+                "reader_processes_ended": "Reader processes that ended or hung",
+            },
         )
         self._refused = Tally(
             "warmroute_gateway_connections_refused",
