@@ -23,6 +23,8 @@ MAX_VALUES = 2**20
 100 bytes besides its characters."""
 FREE_BYTES = 2 * MAX_NODES
 """A shorter text is within the bounds: a list takes 2 bytes, a field 4, an entry of a list 2."""
+EARLY_BYTES = 2**20
+"""Up to here, a text that comes in pieces is counted only by `loads`, once it is whole."""
 SLICE_BYTES = 2**17
 """Numpy's temporary arrays of a slice fit into a core's cache."""
 _QUOTE, _COMMA, _COLON, _BACKSLASH = b'",:\\'
@@ -54,28 +56,72 @@ def loads(text: bytes | bytearray | memoryview) -> Any:
 
 
 def check(text: bytes | bytearray | memoryview) -> None:
-    """Raise TooManyValues if the JSON text has too many values. What is no JSON may pass: no parser builds it.
+    """Raise TooManyValues if the JSON text has too many values. What is no JSON may pass: no parser builds it."""
+    for _ in ValueCount().look(text):
+        pass
 
-    At first, brackets, colons and commas inside of strings are counted too, so the number is too high for some prompts.
-    Only then is all counted anew without strings, which takes ten times as long.
+
+class ValueCount:
+    """Counts the values of a text that comes in pieces, to refuse it before it is whole.
+
+    The iterators of `add` and `look` count a slice at each step, which takes up to a millisecond.
     """
-    if _is_beyond(text, None) and _is_beyond(text, _Strings()):
-        raise TooManyValues
 
+    def __init__(self) -> None:
+        self._nodes = self._values = 0
+        self._strings: _Strings | None = None
+        """Finds what is inside of strings, to leave it out; None: everything is counted."""
+        self._seen: list[bytes | bytearray | memoryview] = []
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._bytes = 0
 
-def _is_beyond(text: bytes | bytearray | memoryview, strings: _Strings | None) -> bool:
-    """Whether the text has too many values. `strings`: finds what to leave out; None: everything is counted."""
-    nodes = values = 0
-    for _, part in _slices(text):
-        commas, others = part == _COMMA, (part == _COLON) | ((part | _LOWER) == _OPENS)
-        if strings is not None:
-            outside = ~strings.inside(part)
-            commas, others = commas & outside, others & outside
-        values += int(np.count_nonzero(commas))
-        nodes += int(np.count_nonzero(others))
-        if nodes > MAX_NODES or values >= MAX_VALUES:
-            return True
-    return False
+    def add(self, piece: bytes) -> Iterator[None]:
+        """Count a piece, or wait for more. Raises TooManyValues.
+
+        Nothing more is counted once strings had to be left out, which takes ten times as long: `loads` does that once.
+        """
+        if self._strings is not None:
+            return
+        self._bytes += len(piece)
+        self._waiting_bytes += len(piece)
+        self._waiting.append(piece)
+        if self._bytes > EARLY_BYTES and self._waiting_bytes >= SLICE_BYTES:
+            pieces, self._waiting, self._waiting_bytes = self._waiting, [], 0
+            yield from self.look(b"".join(pieces))
+
+    def look(self, piece: bytes | bytearray | memoryview) -> Iterator[None]:
+        """Count the next piece. Raises TooManyValues.
+
+        At first, brackets, colons and commas inside of strings are counted too, so the number is too high for some
+        prompts. Only then is all counted anew without strings.
+        """
+        yield from self._count(piece)
+        if self._strings is None:
+            self._seen.append(piece)
+            if self._is_beyond:
+                self._strings = _Strings()
+                self._nodes = self._values = 0
+                seen, self._seen = self._seen, []
+                for one in seen:
+                    yield from self._count(one)
+        if self._is_beyond:
+            raise TooManyValues
+
+    @property
+    def _is_beyond(self) -> bool:
+        return self._nodes > MAX_NODES or self._values >= MAX_VALUES
+
+    def _count(self, whole: bytes | bytearray | memoryview) -> Iterator[None]:
+        for _, part in _slices(whole):
+            commas, others = part == _COMMA, (part == _COLON) | ((part | _LOWER) == _OPENS)
+            if self._strings is not None:
+                outside = ~self._strings.inside(part)
+                commas, others = commas & outside, others & outside
+            self._values += int(np.count_nonzero(commas))
+            self._nodes += int(np.count_nonzero(others))
+            if self._is_beyond:
+                return
+            yield
 
 
 def commas_between_fields(text: bytes) -> NDArray[np.intp]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
+from engine.contract.bounded_json import TooManyValues, ValueCount
 from engine.contract.errors import BadRequest
+from engine.contract.requests import too_many_values
 from router.edge.admission import Admitted
-from router.edge.connection_limits import leave_fifo, want_body
+from router.edge.connection_limits import leave_fifo, turns_of, want_body
 from router.edge.errors import RequestTimeout, TooLarge
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
 
+LONG_BYTES = 2**14
+"""A larger piece waits for its turn."""
+LONG_JOIN_BYTES = 2**21
+"""So many bytes take a millisecond to join."""
 WINDOW_S = 5.0
 """Seconds over which the minimum rate is checked: a client may make shorter pauses."""
 
@@ -62,6 +68,8 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
         while piece := await request.content.readany():
             await body.take(piece)
         return await body.whole()
+    except TooManyValues as error:
+        raise too_many_values(error) from None
     except web.RequestPayloadError as error:
         raise unreadable(error) from None
     except NotCompressed as error:
@@ -124,34 +132,45 @@ class _Body:
         self._inflater = inflater
         self._chunks: list[bytes] = []
         self._size = 0
+        self._values = ValueCount()
+        self._turns = turns_of(request)
 
     async def take(self, piece: bytes) -> None:
-        """Add a piece. Other requests get their turn between the slices of a compressed piece."""
+        """Add a piece. Other requests get their turn between the slices of a large or compressed piece."""
         self.received += len(piece)
         if self._inflater is None:
-            self._add(piece)
+            await self._add(piece)
             return
         self._check(self.received)
-        for number, made in enumerate(self._inflater.inflate(piece)):
-            if number:
-                await asyncio.sleep(0)
-            self._add(made)
+        for made in self._inflater.inflate(piece):
+            await self._add(made)
 
     async def whole(self) -> bytes:
         """Return the whole body, after its last piece."""
         if self._inflater is not None and self.received:
             for made in self._inflater.finish():
-                self._add(made)
-                await asyncio.sleep(0)
-        return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+                await self._add(made)
+        return await joined(self._chunks)
 
-    def _add(self, made: bytes) -> None:
+    async def _add(self, made: bytes) -> None:
         if not made:
             return
+        if len(made) > LONG_BYTES:
+            await self._turns.turn()
         self._size += len(made)
         self._check(self._size)
         self._admitted.hold(self._size)
         self._chunks.append(made)
+        for _ in self._values.add(made):  # the client may send 16 MiB of what is not read
+            await self._turns.turn()
+
+
+async def joined(pieces: Sequence[bytes]) -> bytes:
+    """Return the pieces as one. Other requests go on meanwhile if that takes long: Python then copies without its
+    lock, https://github.com/python/cpython/blob/3.11/Objects/stringlib/join.h."""
+    if sum(map(len, pieces)) < LONG_JOIN_BYTES:
+        return b"".join(pieces)
+    return await asyncio.to_thread(b"".join, pieces)
 
 
 def _check_size(size: int, request: web.Request) -> None:

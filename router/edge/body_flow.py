@@ -12,20 +12,26 @@ from typing import Protocol
 
 from aiohttp import StreamReader
 
+from router.edge.turns import Turns
+
 LITTLE_BYTES = 4096
 """Bytes after a head that the parser gets at once: the whole body of most requests. In chunks of one byte, they take
 less than a millisecond."""
 KEPT_BYTES = 2**16
 """Bytes of a body that nobody has wanted yet, after which no more are received; or that are read, though nobody wants
 them, so that the connection can be used again."""
-SLICE_BYTES = 2**14
-"""Bytes of a chunked body that the parser gets at a time."""
+LEAST_SLICE_BYTES, MOST_SLICE_BYTES = 2**11, 2**16
+"""Bytes of a chunked body that the parser gets at a time: few at first, which may be 400 chunks and take a millisecond;
+twice as many after a slice of large chunks."""
+LARGE_CHUNKS_SHARE = 1 / 8
+"""Most bytes that are no content, per byte of a slice of large chunks."""
 FREE_FRAMING_BYTES = 2**16
 """Bytes that are no content, for any body: 10,000 chunks of any size. Some clients send a chunk for each value of their
 JSON."""
 FRAMING_SHARE = 1 / 32
 """Further bytes that are no content, per byte of content: chunks of 200 bytes have as many."""
 _HEAD_END = b"\r\n\r\n"
+_CHUNKED = b"chunked"
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -49,10 +55,14 @@ class Parser(Protocol):
 class BodyFlow:
     """The bytes of one connection."""
 
-    def __init__(self, parser: Parser, on_tiny: Callable[[], None]) -> None:
+    def __init__(self, parser: Parser, on_tiny: Callable[[], None], turns: Turns) -> None:
         """`on_tiny` is called once for a body whose chunks are too small. The rest of it must be dropped."""
         self._parser = parser
         self._on_tiny = on_tiny
+        self._turns = turns
+        self._slice_bytes = LEAST_SLICE_BYTES
+        self._has_turn = False
+        """Whether the next slice waits for its turn."""
         self._kept = bytearray()
         self._before = b""
         """The last bytes of a head that is not complete."""
@@ -101,7 +111,9 @@ class BodyFlow:
         """Parse a head, and only a little of what follows it."""
         known = len(self._before)
         end = (self._before + data).find(_HEAD_END)
-        cut = len(data) if end < 0 else end + len(_HEAD_END) - known + LITTLE_BYTES
+        cut = len(data) if end < 0 else end + len(_HEAD_END) - known
+        if _CHUNKED not in data[:cut].lower():
+            cut += LITTLE_BYTES
         self._before = (self._before + data)[-len(_HEAD_END) + 1 :] if end < 0 else b""
         self._has_request = self._parser.parse(data[:cut])
         if cut < len(data):
@@ -112,6 +124,7 @@ class BodyFlow:
         self._has_request = True
         self._body = body
         self._is_wanted = False
+        self._slice_bytes = LEAST_SLICE_BYTES
         self._parsed = -body.total_bytes
         self._missing = None if is_chunked else (length or 0) - body.total_bytes
 
@@ -130,21 +143,41 @@ class BodyFlow:
         self._parse_kept()
         self._stop(len(self._kept) > KEPT_BYTES)
 
+    @property
+    def _can_parse(self) -> bool:
+        """Whether the parser takes more of what is kept."""
+        if not self._kept or not self._is_wanted or self._body is None:
+            return False
+        return not self._body.is_eof() and not self._parser.is_full
+
     def _parse_kept(self) -> None:
-        body = self._body
-        while self._kept and self._is_wanted and body is not None and not body.is_eof() and not self._parser.is_full:
-            size = SLICE_BYTES if self._missing is None else max(1, self._missing)
-            piece = bytes(self._kept[:size])
-            del self._kept[:size]
+        while self._can_parse and self._missing is not None:
+            piece = bytes(self._kept[: max(1, self._missing)])
+            del self._kept[: len(piece)]
+            self._missing -= len(piece)
             self._parser.parse(piece)
-            if self._missing is not None:
-                self._missing -= len(piece)
-                continue
-            self._parsed += len(piece)
-            framing = self._parsed - body.total_bytes
-            if framing > FREE_FRAMING_BYTES + body.total_bytes * FRAMING_SHARE and not self._parser.is_full:
-                self._is_wanted = False
-                self._on_tiny()
+        if self._can_parse and not self._has_turn:
+            self._has_turn = True
+            self._turns.add(self._parse_slice)
+
+    def _parse_slice(self) -> None:
+        """Parse the next slice of a chunked body."""
+        self._has_turn = False
+        body = self._body
+        if not self._can_parse or body is None or self._missing is not None:
+            return
+        piece = bytes(self._kept[: self._slice_bytes])
+        del self._kept[: len(piece)]
+        known = body.total_bytes
+        self._parser.parse(piece)
+        self._parsed += len(piece)
+        is_large = len(piece) - (body.total_bytes - known) <= LARGE_CHUNKS_SHARE * len(piece)
+        self._slice_bytes = min(MOST_SLICE_BYTES, 2 * self._slice_bytes) if is_large else LEAST_SLICE_BYTES
+        framing = self._parsed - body.total_bytes
+        if framing > FREE_FRAMING_BYTES + body.total_bytes * FRAMING_SHARE and not self._parser.is_full:
+            self._is_wanted = False
+            self._on_tiny()
+        self._go_on()
 
     def _stop(self, stops: bool) -> None:
         if stops != self._is_stopped:
@@ -153,9 +186,13 @@ class BodyFlow:
 
     def read_little(self) -> None:
         """Parse the rest of a body that nobody wants, if it is short and here, so that the connection can go on."""
-        size = LITTLE_BYTES if self._missing is None else KEPT_BYTES
-        if not self._is_wanted and len(self._kept) <= size and (self._missing or 0) <= len(self._kept):
+        if self._is_wanted or len(self._kept) < (self._missing or 0):
+            return
+        if self._missing is not None and len(self._kept) <= KEPT_BYTES:
             self.want()
+        elif self._missing is None and len(self._kept) <= LEAST_SLICE_BYTES:
+            self._is_wanted = True
+            self._parse_slice()
 
     def drop(self, most: int, data: bytes = b"") -> bool:
         """Drop the rest of the body, with what is kept of it. Return False if that is more than `most` bytes."""

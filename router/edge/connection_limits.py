@@ -27,6 +27,7 @@ from router.edge.client_keys import OPEN_PATHS
 from router.edge.errors import RETRY_AFTER_S, RequestTimeout, error_response, fault_of
 from router.edge.fifo import Fifo
 from router.edge.handshake import Handshake
+from router.edge.turns import Turns
 from router.fleet.lack import Lacks
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ LINGER_S = 5.0
 LEAST_DROPPED_BYTES = 2**20
 """At least this many bytes of a refused body are dropped, however low the bound on bodies is. A client may send that
 many before it sees the answer."""
+DROPPED_BYTES_PER_S = 2**26
+"""Bytes of refused bodies that are received in a second, from all clients: that takes a few percent of a core."""
 CLOSING_S = 5.0
 """Seconds in which the client may take the rest of its last answer before the connection is cut."""
 LONGEST_LOOK_S = 0.5
@@ -88,6 +91,8 @@ class ClientConnections:
         self._idle: OrderedDict[Counted, None] = OrderedDict()
         """The connections without a request, the one that has been so for the longest time first."""
         self.fifo = Fifo()
+        self.turns = Turns()
+        self._drops_until_s = 0.0
         self.refused: Counter[str] = Counter()
         """Connections that were cut or refused, by reason."""
         self._lacks = lacks
@@ -129,6 +134,12 @@ class ClientConnections:
         if is_idle and connection in self.open:
             self._idle[connection] = None
 
+    def dropped(self, size: int) -> float:
+        """Count bytes of a refused body. Return the seconds until its connection may receive more."""
+        now_s = asyncio.get_running_loop().time()
+        self._drops_until_s = max(self._drops_until_s, now_s) + size / DROPPED_BYTES_PER_S
+        return self._drops_until_s - now_s
+
     def head_s(self, connection: Counted) -> float:
         """Return the seconds that the connection's next step, the handshake or a request's head, may take."""
         return min(self.limits.head_s, EXTRA_HEAD_S) if connection.why_extra else self.limits.head_s
@@ -168,7 +179,7 @@ class Connection(web.RequestHandler):
         self._head_since_s: float | None = None
         self._closing_since_s: float | None = None
         self._is_busy = False
-        self._flow = BodyFlow(self, self._refuse_tiny)
+        self._flow = BodyFlow(self, self._refuse_tiny, connections.turns)
         self._body: StreamReader | None = None
         self._dropped: asyncio.Event | None = None
         """Set when all of a body is dropped that aiohttp no longer waits for."""
@@ -203,14 +214,22 @@ class Connection(web.RequestHandler):
             if not self._flow.came(data):
                 self._clients.refused["body"] += 1
                 self.end()
-            elif self._flow.is_over and self._dropped is not None:
-                self._dropped.set()
+            elif self._flow.is_over:
+                if self._dropped is not None:
+                    self._dropped.set()
+            elif self._flow.is_dropping:
+                self._pause_s(self._clients.dropped(len(data)))
         elif self._held or not self._clients.fifo.enter(self, len(data)):
             if self._held:  # not earlier: a paused connection does not report its end
                 self._socket.pause_reading()
             self._held.append(data)
         else:
             self._read(data)
+
+    @property
+    def turns(self) -> Turns:
+        """For long work on this connection's requests."""
+        return self._clients.turns
 
     def take_turn(self) -> None:
         """See Waiter."""
@@ -261,6 +280,11 @@ class Connection(web.RequestHandler):
         """See aiohttp's BaseProtocol: the content was read, so the parser takes more."""
         super().resume_reading(resume_parser)
         self._flow.resumed()
+
+    def _pause_s(self, pause_s: float) -> None:
+        """Receive nothing for some seconds."""
+        self.receive(False)
+        self._loop.call_later(pause_s, self.receive, True)
 
     def want_body(self) -> None:
         """Read the body of the request. Until then, no more of it is read than came with its head."""
@@ -491,6 +515,12 @@ def leaving_fifo(request: web.Request) -> Callable[[], None]:
     again."""
     protocol = request.protocol
     return protocol.leave_fifo if isinstance(protocol, Connection) else _nothing
+
+
+def turns_of(request: web.Request) -> Turns:
+    """Return the turns of the work for this request's connection."""
+    protocol = request.protocol
+    return protocol.turns if isinstance(protocol, Connection) else Turns()
 
 
 def want_body(request: web.Request) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from engine.contract.errors import BadRequest
 from router.edge.admission import Admitted
+from router.edge.body import joined
 from router.edge.errors import TooLarge
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
 
@@ -26,10 +27,10 @@ class Body:
         self._count(len(chunk))
         self._chunks.append(chunk)
 
-    def sent(self) -> bytes:
+    async def sent(self) -> bytes:
         """Return the whole body, as the client sent it."""
         if len(self._chunks) > 1:
-            self._chunks = [b"".join(self._chunks)]
+            self._chunks = [await joined(self._chunks)]
         return self._chunks[0] if self._chunks else b""
 
     async def plain(self) -> bytes:
@@ -38,7 +39,7 @@ class Body:
         Raises TooLarge, TooManyRequests, and BadRequest if it cannot be inflated. Other requests get their turn
         meanwhile.
         """
-        sent = self.sent()
+        sent = await self.sent()
         if self._inflater is None or not sent:
             return sent
         made = []
@@ -52,7 +53,7 @@ class Body:
                 made.append(piece)
         except NotCompressed as error:
             raise BadRequest(f"the request's body cannot be read: {error}") from None
-        return b"".join(made)
+        return await joined(made)
 
     def _count(self, more: int) -> None:
         self._size += more

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 
 from engine.contract import headers
 from engine.contract.errors import ApiError, Unavailable
+from router.edge.body import joined
 from router.reading.inbound import SESSION_FIELDS, ModelEstimates, ModelNames, Reader, Rules, Salts
 from router.reading.jobs import Job
 from router.reading.reader_program import (
@@ -48,6 +49,7 @@ BYTE_US = 0.004
 """Per byte: a prompt of a megabyte of text takes 4 ms."""
 JOB_S = 60.0
 """Longest time for a job, with the start of the process. The bounds on bodies keep each job to about a second."""
+PIECE_BYTES = 2**18
 PAUSE_S = 0.5
 """Seconds before a process that ended starts anew."""
 PROGRAM = "router.reading.reader_program"
@@ -63,6 +65,8 @@ def weight_us(body: bytes) -> float:
     """
     if len(body) < LIGHT_BYTES:
         return 0.0
+    if len(body) * BYTE_US >= HEAVY_US:  # counting would take long
+        return BYTE_US * len(body)
     nodes = body.count(b"{") + body.count(b"[") + body.count(b":")
     return BYTE_US * len(body) + NODE_US * nodes + VALUE_US * body.count(b",")
 
@@ -96,10 +100,17 @@ class _Process:
         self._writer.write(HEAD.pack(len(data), len(body)) + data)
         self._writer.write(body)
 
-    async def read(self) -> Any:
-        """Return the next message."""
-        size, _ = HEAD.unpack(await self._reader.readexactly(HEAD.size))
-        return pickle.loads(await self._reader.readexactly(size))
+    async def read(self) -> tuple[Any, bytes]:
+        """Return the next message and its body."""
+        size, missing = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+        value = pickle.loads(await self._reader.readexactly(size))
+        pieces = []
+        while missing:
+            pieces.append(piece := await self._reader.read(min(missing, PIECE_BYTES)))
+            missing -= len(piece)
+            if not piece:
+                raise EOFError
+        return value, await joined(pieces)
 
 
 class BodyReader:
@@ -202,18 +213,20 @@ class BodyReader:
     async def _talk(self, process: _Process, waiting: _Waiting) -> None:
         """Send the job, answer the questions, and take the result, which the client may no longer want."""
         process.send((waiting.job, self._isolation is not None and self._isolation.has_secret), waiting.body)
-        while (message := await process.read())[0] == ASKS:
-            process.send(self._answered(message[1], waiting))
+        while True:
+            (kind, value), body = await process.read()
+            if kind != ASKS:
+                break
+            process.send(self._answered(value, waiting))
             if waiting.result.done():
                 return
-        kind, value = message
         if waiting.result.done():
             return
         if kind == FAILED:
             waiting.result.set_exception(value)
         elif kind == INBOUND:
-            inbound, keys, new = value
-            waiting.result.set_result(unpacked(inbound, keys, new, waiting.body))
+            inbound, keys, is_same = value
+            waiting.result.set_result(unpacked(inbound, keys, waiting.body if is_same else body))
         else:
             waiting.result.set_result(value)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
 import signal
 import socket
@@ -23,6 +24,8 @@ from router.reading.jobs import Job
 from router.reading.model_ratios import ModelEstimate
 from router.tenants.tenant import Tenant
 
+NICE = 10
+"""The event loop goes first where processors are few: its requests are many and short."""
 HEAD = struct.Struct("<QQ")
 """In front of each message: the bytes of its pickle, and of the body after that."""
 ASKS, INBOUND, RESULT, FAILED = "asks", "inbound", "result", "failed"
@@ -37,16 +40,17 @@ class Abandoned(Exception):
     """The gateway wants no result of this job."""
 
 
-def packed(inbound: Inbound, body: bytes) -> tuple[Inbound, bytes, bytes | None]:
-    """Return a request without its keys and its body; its keys as bytes; and its body, None if that is `body`."""
-    keys, new = array("Q", inbound.keys).tobytes(), None if inbound.body is body else inbound.body
+def packed(inbound: Inbound, body: bytes) -> tuple[tuple[Inbound, bytes, bool], bytes]:
+    """Return the parts of a request that was made of `body`: the request without its keys and its body, its keys as
+    bytes, and whether its body is `body`. And its body, if it is not."""
+    keys, is_same, new = array("Q", inbound.keys).tobytes(), inbound.body is body, inbound.body
     inbound.keys, inbound.body = (), b""
-    return inbound, keys, new
+    return (inbound, keys, is_same), b"" if is_same else new
 
 
-def unpacked(inbound: Inbound, keys: bytes, new: bytes | None, body: bytes) -> Inbound:
+def unpacked(inbound: Inbound, keys: bytes, body: bytes) -> Inbound:
     """Return the request again."""
-    inbound.keys, inbound.body = cast(Any, tuple(array("Q", keys))), body if new is None else new
+    inbound.keys, inbound.body = cast(Any, tuple(array("Q", keys))), body
     return inbound
 
 
@@ -66,11 +70,12 @@ class Gateway:
         size, body = HEAD.unpack(head)
         return pickle.loads(self._file.read(size)), self._file.read(body)
 
-    def send(self, value: object) -> None:
+    def send(self, value: object, body: bytes = b"") -> None:
         """Send a message."""
         data = pickle.dumps(value)
-        self._file.write(HEAD.pack(len(data), 0))
+        self._file.write(HEAD.pack(len(data), len(body)))
         self._file.write(data)
+        self._file.write(body)
         self._file.flush()
 
     def ask(self, name: str, *values: object) -> Any:
@@ -109,21 +114,26 @@ def run(gateway: Gateway) -> None:
     reader = Reader(gateway, gateway, gateway if is_isolating else None, cast(Rules, rules))
     while True:
         (job, gateway.has_secret), body = gateway.read()
-        result = None
+        result, new = None, b""
         try:
             result = cast(Job[Any], job).run(reader, body)
-            gateway.send((INBOUND, packed(result, body)) if isinstance(result, Inbound) else (RESULT, result))
+            if isinstance(result, Inbound):
+                parts, new = packed(result, body)
+                gateway.send((INBOUND, parts), new)
+            else:
+                gateway.send((RESULT, result))
         except Abandoned:
             pass
         except ApiError as error:
             gateway.send((FAILED, error))
-        del job, body, result
+        del job, body, result, new
 
 
 def main() -> None:
     """Run until the gateway leaves."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the gateway hears too, and it lets requests finish
     gc.freeze()
+    os.nice(NICE)
     with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, OSError):
         run(Gateway(connection))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import os
 import resource
 import sys
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -91,18 +93,63 @@ async def limited(port: int) -> None:
     await repeat(port, request(orjson.dumps({"model": "m", "messages": [message] * 700}), "limited"))
 
 
-async def chunks(port: int, key: str = "polite") -> None:
-    """Send a body in chunks of one byte."""
+@cache
+def chunked(key: str, size: int) -> bytes:
+    """Return a request with a body in chunks of that size."""
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     data = orjson.dumps({"model": "m", "prompt": "x" * MIB})
-    await repeat(port, head.encode() + b"".join(b"1\r\n%c\r\n" % byte for byte in data) + b"0\r\n\r\n")
+    pieces = (data[at : at + size] for at in range(0, len(data), size))
+    return head.encode() + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+async def chunks(port: int) -> None:
+    """Send a body in chunks of one byte."""
+    await repeat(port, chunked("polite", 1))
+
+
+async def allowed(port: int) -> None:
+    """Send a body in the smallest chunks that are read."""
+    await repeat(port, chunked("polite", 240))
+
+
+async def texts(port: int) -> None:
+    """Send 15 MiB of text by an alias."""
+    await repeat(port, large())
+
+
+@cache
+def large() -> bytes:
+    """Return that request."""
+    return request(
+        orjson.dumps({"model": "alias", "prompt": "some words, " * (15 * MIB // 12)}), "polite", "/v1/completions"
+    )
+
+
+async def nested(port: int) -> None:
+    """Send 200 KB of messages with many parts, below the size from which JSON is counted."""
+    part = {"type": "text", "text": "a"}
+    messages = [{"role": "user", "content": [part] * 1000}] * 8
+    await repeat(port, request(orjson.dumps({"model": "m", "messages": messages}), "polite"))
+
+
+async def zipped(port: int) -> None:
+    """Send 15 MiB of zeros, compressed."""
+    await repeat(port, bomb())
+
+
+@cache
+def bomb() -> bytes:
+    """Return that request."""
+    data = gzip.compress(b'{"model":"m","prompt":"' + b"0" * 15 * MIB + b'"}', 9)
+    asked = request(data, "polite", "/v1/completions")
+    return asked.replace(b"Host: g", b"Host: g\r\nContent-Encoding: gzip", 1)
 
 
 async def stranger(port: int) -> None:
     """The same without a valid key."""
-    await chunks(port, "unknown")
+    await repeat(port, chunked("unknown", 1))
 
 
 async def silent(port: int) -> None:
@@ -124,7 +171,8 @@ async def redis(port: int) -> None:
 
 
 ABUSES: dict[str, Callable[[int], Awaitable[None]]] = {
-    abuse.__name__: abuse for abuse in (values, most, limited, chunks, stranger, silent, redis)
+    abuse.__name__: abuse
+    for abuse in (values, most, nested, texts, zipped, limited, chunks, allowed, stranger, silent, redis)
 }
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from router.edge import body_flow
 from router.edge.body_flow import FREE_FRAMING_BYTES, KEPT_BYTES, BodyFlow
+from router.edge.turns import Turns
 from router.startup.parts import CONNECTIONS
 from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, eventually, running
 from tests.router.rig.raw_client import RawClient, connected, head
@@ -216,7 +217,7 @@ class Counting:
 @settings(max_examples=50, deadline=None)
 def test_until_it_is_wanted_a_body_costs_the_parser_a_little_at_most(body: bytes, cuts: list[int]) -> None:
     parser = Counting()
-    flow = BodyFlow(parser, lambda: None)
+    flow = BodyFlow(parser, lambda: None, Turns())
     start = b"POST / HTTP/1.1\r\nHost: g\r\n\r\n"
     data, at, number = start + body, 0, 0
     while at < len(data):
