@@ -61,8 +61,8 @@ async def read_body(request: web.Request, admitted: Admitted, limits: BodyLimits
             admitted.hold(len(whole))
             return whole
         body = _Body(request, admitted, inflater)
+        leave_fifo(request)  # what follows waits for turns
         if not is_here:
-            leave_fifo(request)
             await go_ahead(request)
             await _receive(body, limits, deadline_s)
         while piece := await request.content.readany():

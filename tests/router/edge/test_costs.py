@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import time
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 
 from router.edge import body_flow
 from router.edge.body_flow import FREE_FRAMING_BYTES, KEPT_BYTES, BodyFlow
+from router.edge.connection_limits import DROPPED_BYTES_PER_S, ClientConnections, ConnectionLimits
+from router.edge.fifo import PLACES
 from router.edge.turns import Turns
+from router.fleet.lack import Lacks
 from router.startup.parts import CONNECTIONS
 from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, eventually, running
 from tests.router.rig.raw_client import RawClient, connected, head
@@ -285,3 +289,34 @@ async def test_a_redis_that_stands_still_holds_only_requests_that_need_it(tenant
             assert await ask(client, "free", b'{"model":"m","prompt":"x"}') == 200
             assert time.monotonic() - began_s < 0.45, "with 4 places held for 0.1 s each, it would take 1 s"
     redis.close()
+
+
+async def test_bodies_that_wait_for_turns_hold_no_place_in_the_fifo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More compressed bodies than places: none goes on, and a light request is answered."""
+    goes_on, waiting = asyncio.Event(), 0
+
+    async def turn(_: Turns) -> None:
+        nonlocal waiting
+        waiting += 1
+        await goes_on.wait()
+
+    zipped = gzip.compress(orjson.dumps({"model": "m", "prompt": "x" * MIB}))
+    async with running(ScriptedEngine("a", GOOD)) as gateway:
+        monkeypatch.setattr(Turns, "turn", turn)
+        sent = {"Content-Encoding": "gzip"}
+        heavy = [asyncio.create_task(gateway.post(zipped, **sent)) for _ in range(2 * PLACES)]
+        await eventually(lambda: waiting == 2 * PLACES)
+        assert (await gateway.post({"model": "m", "prompt": "x"})).status == 200
+        goes_on.set()
+        assert {answer.status for answer in await asyncio.gather(*heavy)} == {200}
+
+
+async def test_refused_bodies_are_received_at_a_bounded_pace() -> None:
+    limits = ConnectionLimits(1, 1.0, 1.0, 1.0, 100, 2**30)
+    connections, loop = ClientConnections(limits, Lacks()), asyncio.get_running_loop()
+    began_s = loop.time()
+    pauses = [connections.dropped(2**18) for _ in range(1024)]
+    assert pauses[0] <= 2**18 / DROPPED_BYTES_PER_S + 1e-6
+    assert pauses[-1] + loop.time() - began_s >= 1024 * 2**18 / DROPPED_BYTES_PER_S - 1e-6
+    await asyncio.sleep(60)
+    assert connections.dropped(2**18) <= pauses[0] + 1e-6  # what was not used is not saved up
