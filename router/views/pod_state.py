@@ -349,6 +349,8 @@ class PodState:
             others_uncached,
             self._pending_tokens,
             in_flight,
+            in_flight > 0,
+            in_flight > decoding,
             decoding,
             context,
             self._stepped_s,
