@@ -96,10 +96,7 @@ class Estimate:
         self.stalling_s: Any = lesser(self.prefill_s, usual.prefill_s)
         """The part of the prefill that requests which decode now still see: a prefill much longer than usual outlasts
         them."""
-        decoding: Any = columns.decoding
-        context_tokens: Any = columns.context_tokens
-        step_s: Any = latency.decode_s(cost, decoding, context_tokens)
-        self.step_s: Floats = step_s
+        self.step_s = self._step_s()
         """A step of each pod without its prefill."""
         self.queued_s: Floats = np.maximum(pods.free_at_s(request.now_s) - request.now_s, 0.0)
         """The prefill queued on each pod. If a pod counts as fast as its peers, so does its queue, which was computed
@@ -111,13 +108,13 @@ class Estimate:
         self.duplicate_s = self._duplicate_s() if len(self.lacking) else None
         """What a pod with the longest match would save: of prefill, and of the delay to decoding requests. None if no
         pod would save anything."""
-        self.credit_s = self._credit_s() if owed_s and self.duplicate_s is not None else None
+        self.credit_s = None if self.duplicate_s is None or not owed_s else self._credit_s(self.duplicate_s)
         """What of the seconds owed to the prefix counts for a pod that would hold another copy; None: nothing."""
 
     def ttft_s(self) -> Floats:
         """Return the predicted times to first token."""
         ttft_s = _sum(TTFT_TERMS, self)
-        assert not isinstance(ttft_s, float)  # a step differs from pod to pod
+        assert not isinstance(ttft_s, float)  # a queue differs from pod to pod
         return ttft_s
 
     def scores(self, ttft_s: Floats) -> Floats:
@@ -128,17 +125,27 @@ class Estimate:
         """Return every term by name."""
         return {term.__name__: term(self) for term in (*TTFT_TERMS, *DELAY_TERMS, *REPLICATION_TERMS)}
 
+    def _step_s(self) -> Seconds:
+        cost, columns = self.cost, self.pods.columns
+        if not self.speeds.unlike and not (cost.sequence_s or cost.context_s):
+            return self.speeds.median.base_s  # the same for all, as for all engines whose speed is learnt
+        decoding: Any = columns.decoding
+        context_tokens: Any = columns.context_tokens
+        step_s: Any = latency.decode_s(cost, decoding, context_tokens)
+        seconds: Floats = step_s
+        return seconds
+
     def _duplicate_s(self) -> Floats:
         delay_s = self.stalling_s - lesser(self.least_prefill_s, self.usual.prefill_s)
         saved_s: Floats = self.prefill_s - self.least_prefill_s + self.stall_weights * delay_s
         return saved_s
 
-    def _credit_s(self) -> Floats:
+    def _credit_s(self, duplicate_s: Floats) -> Floats:
         beyond_s = self.least_prefill_s - self.usual.least_prefill_s
-        credit_s: Floats = np.minimum(self.owed_s, self.duplicate_s)
+        credit_s: Floats = np.minimum(self.owed_s, duplicate_s)
         if isinstance(beyond_s, float) and beyond_s <= 0:
             return credit_s
-        return credit_s * (1 - np.maximum(beyond_s, 0.0) / self.prefill_s)
+        return credit_s - credit_s * np.maximum(beyond_s, 0.0) / self.prefill_s
 
 
 def queue_s(at: Estimate) -> Floats:
@@ -148,6 +155,8 @@ def queue_s(at: Estimate) -> Floats:
     early end is not relied on, because a request that comes a moment too late waits for the whole next step.
     """
     columns, step_s = at.pods.columns, at.step_s
+    if isinstance(step_s, float) and not step_s:
+        return at.queued_s
     left_s = np.maximum(step_s / 2, step_s - (at.request.now_s - columns.stepped_s))
     waits_s: Floats = np.maximum(at.queued_s, left_s * columns.is_busy)
     return waits_s
@@ -160,12 +169,12 @@ def prefill_s(at: Estimate) -> Seconds:
     return seconds
 
 
-def decode_s(at: Estimate) -> Floats:
+def decode_s(at: Estimate) -> Seconds:
     """Return the seconds of decoding in the steps of the prefill: `max(1, u / STEP_TOKENS)` times a step
     (`latency.decode_s`)."""
     if at.request.prompt_tokens <= STEP_TOKENS:
         return at.step_s
-    seconds: Floats = at.step_s * np.maximum(at.uncached / STEP_TOKENS, 1.0)
+    seconds: Seconds = at.step_s * np.maximum(at.uncached / STEP_TOKENS, 1.0)
     return seconds
 
 

@@ -148,7 +148,8 @@ def _all_rows(tie: Tie) -> Ints:
 
 
 def _least(rows: Ints, numbers: Floats) -> Ints:
-    return rows[numbers == smallest(numbers)]
+    least: Ints = rows[numbers == smallest(numbers)]
+    return least
 
 
 def _if_any(some: Ints, rows: Ints) -> Ints:
