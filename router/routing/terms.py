@@ -145,7 +145,8 @@ class Estimate:
         credit_s: Floats = np.minimum(self.owed_s, duplicate_s)
         if isinstance(beyond_s, float) and beyond_s <= 0:
             return credit_s
-        return credit_s - credit_s * np.maximum(beyond_s, 0.0) / self.prefill_s
+        credit_s -= credit_s * np.maximum(beyond_s, 0.0) / self.prefill_s
+        return credit_s
 
 
 def queue_s(at: Estimate) -> Floats:
