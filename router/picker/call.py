@@ -234,7 +234,7 @@ class Call:
         assert self._body is not None
         assert exchange is not None
         self._until(exchange.arrival.deadline_s)
-        plain, sent = await self._body.plain(), await self._body.sent()
+        plain, sent = await self._body.plain(), self._body.sent()
         found = self._found
         assert found is not None
         assert self._admitted is not None

@@ -139,6 +139,10 @@ class BodyReader:
         """Start the process, so that the first heavy body need not wait for that."""
         self._is_wanted.set()
 
+    def tokens(self, model: str, size: int) -> int:
+        """Estimate the tokens of a text of `size` bytes for a model of the fleet."""
+        return max(1, round(size * self._estimates.of(model).tokens_per_byte))
+
     async def read(
         self, job: Job[Result], body: bytes, on_wait: Callable[[], None] = lambda: None, *, more: bytes = b""
     ) -> Result:

@@ -199,7 +199,6 @@ def _request_parts(app: web.Application, estimates: Estimates) -> RequestParts:
         app[CACHE_STORE],
         fleet,
         app[NAMES],
-        estimates,
         reader,
         app[ADMISSION],
         bodies,

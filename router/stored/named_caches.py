@@ -24,7 +24,6 @@ from router.edge.errors import error_response
 from router.edge.headers import request_id
 from router.fleet.fleet import Fleet
 from router.reading.jobs import ReadNewCache
-from router.reading.model_ratios import Estimates
 from router.reading.named_cache import (
     FIELD,
     MAX_MARKS,
@@ -76,7 +75,6 @@ class NamedCaches:
         store: CacheStore,
         fleet: Fleet,
         names: Names,
-        estimates: Estimates,
         reader: BodyReader,
         admission: Admission,
         bodies: BodyLimits,
@@ -87,7 +85,6 @@ class NamedCaches:
         self._store = store
         self._fleet = fleet
         self._names = names
-        self._estimates = estimates
         self._reader = reader
         self._admission = admission
         self._bodies = bodies
@@ -134,7 +131,7 @@ class NamedCaches:
             check_allowed(tenant, wanted.model)
             if wanted.model not in self._names and not self._fleet.is_known(wanted.model):
                 find_model(self._fleet, wanted.model, tenant)
-            tokens = max(1, round(size * self._estimates.of(wanted.model).tokens_per_byte))
+            tokens = self._reader.tokens(wanted.model, size)
             meta = CacheMeta(
                 new_id(), wanted.model, wanted.display_name, now_s, now_s, wanted.until_s, len(wanted.contents), tokens
             )

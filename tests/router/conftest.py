@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+
+from router.reading import reader_process
 
 HERE = Path(__file__).parent
 IN_VIRTUAL_TIME = frozenset(
@@ -36,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent in IN_VIRTUAL_TIME and item.get_closest_marker("realtime") is None:
             item.add_marker(pytest.mark.looptime(start=time.monotonic))
+
+
+@pytest.fixture(autouse=True)
+def no_other_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In virtual time, heavy bodies are read in the event loop: the reader process would have no time at all."""
+    if request.node.get_closest_marker("looptime") is not None:
+        monkeypatch.setattr(reader_process, "HEAVY_US", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,12 @@ EVENT = (
     + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {"content": "token"}}]}).encode()
     + b"\n\n"
 )
-CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+LAST_EVENTS = (
+    b"data: "
+    + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}).encode()
+    + b"\n\ndata: [DONE]\n\n"
+)
+CHUNK, LAST_CHUNK = (b"%x\r\n%b\r\n" % (len(data), data) for data in (EVENT, EVENT + LAST_EVENTS))
 ABOUT = b"HTTP/1.1 200 OK\r\nx-warmroute-cached-tokens: 1536\r\nx-warmroute-prompt-tokens: 2048\r\n"
 STREAM_HEAD = ABOUT + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 TEXT = json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "message": {"content": "token" * 20}}]}).encode()
@@ -99,8 +104,9 @@ class Engine(asyncio.Protocol):
         if not self.chunks:
             self.transport.write(WHOLE)
             return
-        self.transport.write(STREAM_HEAD + CHUNK if i == 0 else CHUNK)
-        if i == self.chunks - 1:
+        is_last = i == self.chunks - 1
+        self.transport.write((STREAM_HEAD if i == 0 else b"") + (LAST_CHUNK if is_last else CHUNK))
+        if is_last:
             self.transport.write(b"0\r\n\r\n")
         elif self.gap_s:
             asyncio.get_running_loop().call_later(self.gap_s, self.chunk, i + 1)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 pytestmark = pytest.mark.realtime
@@ -86,9 +87,11 @@ async def _metric(port: int, name: str) -> float:
     return float(line.split()[1])
 
 
-def _mib(pid: int, field: str) -> float:
-    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(f"{field}:"))
-    return int(line.split()[1]) / 1024
+def _peak_mib(pid: int) -> float:
+    """Return the largest resident sets so far of a process and of those that it started, together."""
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children())]
+    lines = [line for one in pids for line in Path(f"/proc/{one}/status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 async def _until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -124,7 +127,7 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 return taken > 50 * MIB and await _metric(metrics_port, "warmroute_gateway_in_flight") == READERS
 
             await _until(is_ready)
-            idle = _mib(pid, "VmHWM")
+            idle = _peak_mib(pid)
             for _ in range(READERS):
                 client = socket.socket()
                 clients.append(client)
@@ -134,10 +137,10 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(BODY)
                 await loop.sock_sendall(client, head + BODY)
             await _until(is_full)
-            sizes = [idle, _mib(pid, "VmHWM")]
+            sizes = [idle, _peak_mib(pid)]
             while sizes[-1] > sizes[-2] + 1:  # until every answer has been passed on as far as its reader lets it
                 await asyncio.sleep(5)
-                sizes.append(_mib(pid, "VmHWM"))
+                sizes.append(_peak_mib(pid))
             bodies = await _metric(metrics_port, "warmroute_gateway_body_bytes") / MIB
     finally:
         for client in clients:
@@ -173,13 +176,16 @@ async def _taken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     writer.close()
 
 
+def _request(body: bytes) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process on Linux alone")
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_bodies_take_no_more_memory_than_the_chart_says(kind: str) -> None:
     """All of the bodies that may be in flight are there at once."""
     body = KINDS[kind]
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     engine = await asyncio.start_server(_taken, "127.0.0.1", 0)
     patient = ("--idle-timeout-s", "900", "--first-byte-timeout-s", "900", "--model-alias", "alias=m")
     writers: list[asyncio.StreamWriter] = []
@@ -192,10 +198,7 @@ async def test_bodies_take_no_more_memory_than_the_chart_says(kind: str) -> None
         async def is_ready() -> bool:
             return await _metric(metrics_port, "warmroute_gateway_pods_admitted") == 1
 
-        await _until(is_ready)
-        idle = _mib(pid, "VmHWM")
-
-        async def send() -> bytes:
+        async def send(request: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writers.append(writer)
             writer.write(request)
@@ -205,8 +208,11 @@ async def test_bodies_take_no_more_memory_than_the_chart_says(kind: str) -> None
                     return (await reader.readuntil(b"\r\n"))[9:12]
             return b""
 
-        statuses = await asyncio.gather(*(send() for _ in range(LARGE)))
-        peak = _mib(pid, "VmHWM")
+        await _until(is_ready)
+        assert await send(_request(b'{"x":[' + b"[]," * 20_000 + b"1]}")) == b"400"  # the reader process is there
+        idle = _peak_mib(pid)
+        statuses = await asyncio.gather(*(send(_request(body)) for _ in range(LARGE)))
+        peak = _peak_mib(pid)
         for writer in writers:
             writer.transport.abort()
     await asyncio.sleep(0.2)  # until the engine sees the end of its connections

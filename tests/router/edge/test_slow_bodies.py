@@ -160,6 +160,7 @@ async def test_a_client_that_expects_100_continue_gets_it_only_when_its_body_is_
             assert (await client.answer()).status == 417
 
 
+@pytest.mark.realtime  # virtual time stands still while a task never waits
 async def test_a_bomb_is_refused_at_the_bound_and_other_requests_get_their_turn_before() -> None:
     bomb = gzip.compress(b" " * 64 * MIB)
     turns = 0

@@ -15,7 +15,7 @@ from router.edge.headers import UpstreamHeaders, removed_at_proxy
 from router.engines.stream_reader import StreamReader
 from router.engines.usage import Usage
 from router.forwarding.relay import Relay
-from router.reading.inbound import Reader
+from router.reading.inbound import Reader, Rules
 from router.reading.model_ratios import Estimates
 from router.reading.names import Models
 from router.startup.parts import CHOOSER, FLEET, INDEX
@@ -200,5 +200,5 @@ async def test_what_a_pod_teaches_after_it_has_left_is_not_remembered() -> None:
 
 
 def gateway_inbound(gateway: Any) -> Any:
-    reader = Reader(Models(gateway.app[FLEET]), Estimates(), stride=16, default_policy="cache_aware", policies=None)
+    reader = Reader(Models(gateway.app[FLEET]), Estimates(), None, Rules(16, "cache_aware", None))
     return reader.read(None, orjson.dumps(STREAM), {})

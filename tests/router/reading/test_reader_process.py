@@ -219,8 +219,8 @@ async def test_if_the_process_ends_its_client_hears_of_it_and_the_next_gets_a_ne
     async with serving(bodies):
         found.append(await outcome(bodies, *read()))
         found.append(await outcome(bodies, *read()))
-    _kind, body, status, _ = found[0]  # type: ignore[misc]
-    assert (status, orjson.loads(body)["error"]["code"]) == (503, "reader_ended")
+    told: Any = found[0]
+    assert (told[2], orjson.loads(told[1])["error"]["code"]) == (503, "reader_ended")
     job, asked = read()
     assert found[1] == job.run(reader().here, asked)
     assert bodies.ended == 1
