@@ -19,6 +19,30 @@ WAIT_S = 2.0
 """The most time that a step waits for a mask: the library bounds a mask to some 10 ms of processor time."""
 
 
+class MaskTimes:
+    """What masks took, since the start. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._masks = 0
+        self._computing_s = self._waited_s = 0.0
+
+    def computed(self, elapsed_s: float) -> None:
+        """Add a mask, with its processor time."""
+        with self._lock:
+            self._masks += 1
+            self._computing_s += elapsed_s
+
+    def waited(self, elapsed_s: float) -> None:
+        """Add the time that a step waited for a mask."""
+        with self._lock:
+            self._waited_s += elapsed_s
+
+    def all(self) -> tuple[int, float, float]:
+        """Return the masks, the seconds of computing and those of waiting."""
+        return self._masks, self._computing_s, self._waited_s
+
+
 @dataclass(slots=True)
 class Compiled:
     """A compiled constraint. Only `is_slow` ever changes."""
@@ -27,10 +51,9 @@ class Compiled:
     """The state before the first token; answers begin with copies of it."""
     first: Mask
     """The tokens that may come first."""
-    ends: frozenset[int]
-    """The model's end-of-text tokens: they may come where the text is complete."""
     held_bytes: int
     """Bytes of memory, about."""
+    times: MaskTimes
     is_slow: bool = False
     """Whether a mask has taken more than `SLOW_S`."""
 
@@ -103,11 +126,16 @@ class AllowedTokens:
         self._fill(self._index + 1)
 
     def mask(self, index: int) -> Mask | None:
-        """Return the tokens that may be at this output index; it is valid until the next `push`. None: any token, because
-        the answer has ended or failed."""
+        """Return the tokens that may be at this output index; it is valid until the next `push`.
+
+        None: any token, because the answer has ended or failed.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.is_ready(index), WAIT_S):
-                self._failure = f"the mask of the next token took more than {WAIT_S:g} s"
+            if not self.is_ready(index):
+                begun_s = time.perf_counter()
+                if not self._changed.wait_for(lambda: self.is_ready(index), WAIT_S):
+                    self._failure = f"the mask of the next token took more than {WAIT_S:g} s"
+                self._compiled.times.waited(time.perf_counter() - begun_s)
             return None if self._ended or self._failure is not None else self._mask
 
     def end(self) -> None:
@@ -134,7 +162,9 @@ class AllowedTokens:
     def _fill(self, index: int) -> None:
         start_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._own.ctypes.data, self._own.nbytes)
-        if time.thread_time() - start_s > SLOW_S:
+        elapsed_s = time.thread_time() - start_s
+        self._compiled.times.computed(elapsed_s)
+        if elapsed_s > SLOW_S:
             self._compiled.is_slow = True
         if self._matcher.is_error():
             self.fail(f"the constraint is too complex at this place: {_said(self._matcher)}")

@@ -17,8 +17,9 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.contract.errors import BadRequest, TooManyRequests, Unavailable
-from engine.grammar.allowed import SLOW_S, Compiled
+from engine.grammar.allowed import SLOW_S, Compiled, MaskTimes
 from engine.grammar.constraint import Constraint, Kind
+from engine.grammar.fills import MaskFills
 from engine.grammar.trial import Trial, TrialFailed, limits
 
 log = logging.getLogger(__name__)
@@ -63,17 +64,21 @@ class _Refused:
 class GrammarCompiler:
     """Compiles constraints for one model. Methods are called on the event loop."""
 
-    def __init__(self, vocabulary: Vocabulary, observe: Callable[[str, float], None] | None = None) -> None:
-        """`observe`: called with `compiled`, `kept` or `refused`, and the seconds that took, for each request."""
+    def __init__(
+        self, vocabulary: Vocabulary, wake: Callable[[], None], observe: Callable[[str, float], None] | None = None
+    ) -> None:
+        """`wake`: see `MaskFills`. `observe`: called for each request with `compiled`, `kept` or `refused`, and the
+        seconds that took."""
         self._vocabulary = vocabulary
         self._observe = observe or (lambda result, elapsed_s: None)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
-        self._all_trials = [
-            Trial(vocabulary.size, vocabulary.special, sorted(vocabulary.ends)) for _ in range(THREADS)
-        ]
+        self._all_trials = [Trial(vocabulary.size, vocabulary.special, sorted(vocabulary.ends)) for _ in range(THREADS)]
         for trial in self._all_trials:
             self._trials.put(trial)
+        self.fills = MaskFills(wake)
+        self.times = MaskTimes()
+        """Of all masks of this engine."""
         self._tokenizer: LLTokenizer | None = None
         self._making_tokenizer = threading.Lock()
         self._kept: OrderedDict[Constraint, Compiled | _Refused] = OrderedDict()
@@ -111,7 +116,8 @@ class GrammarCompiler:
         return await asyncio.wrap_future(self._pool.submit(call))
 
     async def close(self) -> None:
-        """Compile no more, and end the processes."""
+        """Compile no more, compute no more masks, and end the processes."""
+        self.fills.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._close_trials)
 
@@ -177,7 +183,7 @@ class GrammarCompiler:
         elapsed_s = time.thread_time() - begun_s
         if start.is_error() or not first.any():
             return _Refused(_plain(start.get_error(), kind) if start.is_error() else "no text follows it")
-        return Compiled(start, first, self._vocabulary.ends, held_bytes, is_slow=elapsed_s > 4 * SLOW_S)
+        return Compiled(start, first, held_bytes, self.times, is_slow=elapsed_s > 4 * SLOW_S)
 
     def _library_tokenizer(self) -> LLTokenizer:
         """Return the library's tokenizer, which the first call makes: 0.7 s for 65,000 tokens. Raises ValueError."""
@@ -200,9 +206,10 @@ def _bytes_of(constraint: Constraint, found: Compiled | _Refused) -> int:
 def _plain(error: str, kind: Kind) -> str:
     """Return the library's error, without the grammar that it repeats."""
     line = next((line.strip() for line in error.splitlines() if line.strip()), "no text follows it")
+    if reason := next((line.strip() for line in error.splitlines() if line.strip().startswith("error:")), ""):
+        return f"{line.partition(chr(34))[0].strip()} {reason}"[:500]  # without the expression that it repeats
     if "NoExtension" in line:
         return "no text follows it"
     if kind is Kind.JSON:
         line = line.removeprefix("failed to compile JSON schema: ")
     return line[:500]
-
