@@ -17,6 +17,7 @@ from engine.sched.masks import TokenMasks
 from engine.sched.request import Request
 
 Ids = NDArray[np.intp]
+Mask = NDArray[np.int32]
 _CLOSERS = (b"}", b"]", b",", b'"')
 """In this order: the next value is only begun if nothing can be closed, and a quote may open a string."""
 _IN_STRINGS = (b"{", b"}", b":", b'"')
@@ -24,8 +25,10 @@ _IN_STRINGS = (b"{", b"}", b":", b'"')
 _MARKS = frozenset({b".", b")", b">", b"!", b"?", b";", b"\n"})
 _CLOSES_EVERY = 8
 """While an answer grows, one token in so many is chosen as at its end: so numbers, strings and lists end."""
-_CAREFUL = 16
-"""With fewer tokens of room beyond what closing takes, each token is tried before it is taken."""
+_AMPLE = 64
+"""With more room than this, in tokens, one token cannot use it up."""
+_SPARE = 4
+"""An answer is closed when it has this room, in tokens, beyond what closing takes."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,12 @@ class _Plan:
     """Tokens left, less those that closing takes, when the room was last looked at."""
     closes: bool = False
 
+    def look(self, index: int, room: int) -> None:
+        """Note the room at an output index, and look at it again before it can be gone."""
+        self.room = room
+        self.check = index + max(1, room // 8)
+        self.closes |= room <= _SPARE
+
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
@@ -47,6 +56,8 @@ class _Signs:
     """The token of each sign."""
     closers: frozenset[int]
     """Tokens that close something, and maybe the whole text."""
+    has_sign: NDArray[np.bool_]
+    """By token: whether it has one of JSON's signs."""
     marks: tuple[int, ...]
     """Tokens of single marks, such as a full stop."""
     lengths: NDArray[np.intp]
@@ -74,23 +85,22 @@ class Following:
         masks = request.masks
         if masks is None or (mask := masks.mask(index)) is None:
             return number % self._vocab_size
-        allowed, stops, left = self._ids(mask), request.stop_token_ids, request.max_tokens - index
+        stops, left = request.stop_token_ids, request.max_tokens - index
         plan = self._plans.setdefault(request.id, _Plan())
         if not plan.closes and index >= plan.check:
-            plan.room = left - 1 - self._closing(masks.fork(), index, stops, left)
-            plan.check = index + max(1, plan.room // 8)
-            plan.closes = plan.room <= 0
+            plan.look(index, left - 1 - self._closing(masks.fork(), index, stops, left))
         if plan.closes:
-            return self._last(masks, index, allowed, stops)
-        token = self._further(masks, index, allowed, stops, number)
-        if plan.room > _CAREFUL and self._is_in_string(allowed) and token not in self._signs().closers:
-            return token  # within a string a token changes little of what closing takes
-        if self._is_over(_after(masks, token), index + 1, stops):
-            token = self._other(masks, index, allowed, stops, number)
-        if self._closing(_after(masks, token), index + 1, stops, left) + 1 > left - 1:
-            plan.closes = True
-            return self._last(masks, index, allowed, stops)
-        return token
+            return self._last(masks, index, mask, stops)
+        token = self._further(masks, index, mask, stops, number)
+        signs = self._signs()
+        if not signs.has_sign[token]:
+            return token  # neither opens nor closes anything
+        if plan.room > _AMPLE and token not in signs.closers:
+            return token
+        if token in signs.closers and self._is_over(_after(masks, token), index + 1, stops):
+            token = self._other(masks, index, mask, stops, number)
+        plan.look(index + 1, left - 2 - self._closing(_after(masks, token), index + 1, stops, left))
+        return self._last(masks, index, mask, stops) if plan.closes else token
 
     def _closing(self, state: TokenMasks, index: int, stops: Set[int], limit: int) -> int:
         """Return how many tokens it takes until the text may end, at most `limit`. `state` is used up.
@@ -100,60 +110,55 @@ class Following:
         for count in range(limit):
             if (mask := state.mask(index + count)) is None:
                 return 0
-            allowed = self._ids(mask)
-            if _among(allowed, stops):
+            if _among(mask, stops):
                 return count
-            state.push(self._last(state, index + count, allowed, stops))
+            state.push(self._last(state, index + count, mask, stops))
         return limit
 
-    def _last(self, masks: TokenMasks, index: int, allowed: Ids, stops: Set[int]) -> int:
+    def _last(self, masks: TokenMasks, index: int, mask: Mask, stops: Set[int]) -> int:
         """Return the token that brings the text nearest to its end."""
-        if ends := _among(allowed, stops):
+        if ends := _among(mask, stops):
             return min(ends)
         known = self._signs()
-        if self._is_in_string(allowed):
+        if all(_has(mask, known.of.get(sign)) for sign in _IN_STRINGS):
             return known.of[b'"']
         for closer in _CLOSERS:
-            if closer in known.of and _has(allowed, known.of[closer]):
-                return known.of[closer]
-        for token in known.marks:  # what ends a text that is not JSON is often one of these
-            if _has(allowed, token) and self._may_end(_after(masks, token), index + 1, stops):
+            if _has(mask, token := known.of.get(closer)) and token is not None:
                 return token
+        for mark in known.marks:  # what ends a text that is not JSON is often one of these
+            if _has(mask, mark) and self._may_end(_after(masks, mark), index + 1, stops):
+                return mark
+        allowed = self._ids(mask)
         return int(allowed[known.lengths[allowed].argmax()])
-
-    def _is_in_string(self, allowed: Ids) -> bool:
-        of = self._signs().of
-        return all(sign in of and _has(allowed, of[sign]) for sign in _IN_STRINGS)
 
     def _may_end(self, state: TokenMasks, index: int, stops: Set[int]) -> bool:
         mask = state.mask(index)
-        return mask is None or bool(_among(self._ids(mask), stops))
+        return mask is None or bool(_among(mask, stops))
 
-    def _further(self, masks: TokenMasks, index: int, allowed: Ids, stops: Set[int], number: int) -> int:
+    def _further(self, masks: TokenMasks, index: int, mask: Mask, stops: Set[int], number: int) -> int:
         """Return a token with which the text grows, if there is one."""
-        rest = _without(allowed, stops)
+        rest = self._without_blanks(_without(self._ids(mask), stops))
         if not len(rest):
-            return min(_among(allowed, stops))
-        if number % _CLOSES_EVERY == 0:
-            return self._last(masks, index, rest, frozenset())
-        rest = self._without_blanks(rest)
+            return min(_among(mask, stops))
+        if number % _CLOSES_EVERY == 0 and not _among(mask, stops):
+            return self._last(masks, index, mask, stops)
         return int(rest[number // _CLOSES_EVERY % len(rest)])
 
-    def _other(self, masks: TokenMasks, index: int, allowed: Ids, stops: Set[int], number: int) -> int:
+    def _other(self, masks: TokenMasks, index: int, mask: Mask, stops: Set[int], number: int) -> int:
         """Return a token after which the text may go on; if a few tries find none, the one that `_further` gives."""
-        rest = self._without_blanks(_without(allowed, stops))
+        rest = self._without_blanks(_without(self._ids(mask), stops))
         for turn in range(min(4, len(rest))):
             token = int(rest[(number // _CLOSES_EVERY + turn) % len(rest)])
             if not self._is_over(_after(masks, token), index + 1, stops):
                 return token
-        return self._further(masks, index, allowed, stops, number)
+        return self._further(masks, index, mask, stops, number)
 
     def _is_over(self, state: TokenMasks, index: int, stops: Set[int]) -> bool:
         """Whether only a stop token may come."""
         mask = state.mask(index)
         return mask is None or not len(_without(self._ids(mask), stops))
 
-    def _ids(self, mask: NDArray[np.int32]) -> Ids:
+    def _ids(self, mask: Mask) -> Ids:
         """Return the allowed tokens, in ascending order."""
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size])
 
@@ -171,7 +176,8 @@ class Following:
             closers = frozenset(token for text, token in of.items() if text in (b"}", b"]", b'"'))
             lengths = np.array([len(text) if text.strip() else 0 for text in texts], dtype=np.intp)
             marks = tuple(token for token, text in enumerate(texts) if text in _MARKS)
-            self._known_signs = _Signs(of, closers, marks, lengths)
+            has_sign = np.array([any(sign in text for sign in (*wanted, b"[")) for text in texts], dtype=np.bool_)
+            self._known_signs = _Signs(of, closers, has_sign, marks, lengths)
         return self._known_signs
 
 
@@ -181,13 +187,12 @@ def _after(masks: TokenMasks, token: int) -> TokenMasks:
     return state
 
 
-def _has(allowed: Ids, token: int) -> bool:
-    place = int(np.searchsorted(allowed, token))
-    return place < len(allowed) and int(allowed[place]) == token
+def _has(mask: Mask, token: int | None) -> bool:
+    return token is not None and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
-def _among(allowed: Ids, tokens: Set[int]) -> list[int]:
-    return [token for token in tokens if _has(allowed, token)]
+def _among(mask: Mask, tokens: Set[int]) -> list[int]:
+    return [token for token in tokens if _has(mask, token)]
 
 
 def _without(allowed: Ids, tokens: Set[int]) -> Ids:
