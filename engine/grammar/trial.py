@@ -29,7 +29,7 @@ MEMORY_BYTES = 2**30
 """Address space of the process."""
 START_SECONDS = 20.0
 """The most time until the process can take a grammar."""
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the signs of JSON. Without a bound, models have been seen to write new lines until their limit."""
 _NICE = 10
 
