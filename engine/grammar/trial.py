@@ -153,6 +153,8 @@ class _Bytes:
 def as_grammar(kind: str, text: str) -> str:
     """Return the grammar in the library's form. Raises ValueError, RecursionError."""
     if kind == "json":
+        if text == "false":
+            raise ValueError("the schema allows nothing")
         defaults = {"whitespace_pattern": WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(text, defaults, {"lenient": False})  # type: ignore[arg-type]
     if kind == "regex":
