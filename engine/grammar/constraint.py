@@ -17,7 +17,8 @@ class Kind(StrEnum):
     JSON = "json"
     """A JSON schema."""
     REGEX = "regex"
-    """A regular expression for the whole answer, in Rust's syntax, where \\d means [0-9]."""
+    """A regular expression for the whole answer, in Rust's syntax, but \\d and \\w are ASCII, as in JSON schemas.
+    https://docs.rs/regex/latest/regex/#syntax"""
     LARK = "lark"
     """A grammar in Lark's syntax, with llguidance's extensions, whose first rule is `start`.
     https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""
@@ -37,7 +38,7 @@ class Constraint:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool, param: str) -> Constraint:
         """The answer is a JSON value that the schema allows. Properties come in the schema's order."""
-        return cls(Kind.JSON, json.dumps(schema, separators=(",", ":")), param)
+        return cls(Kind.JSON, json.dumps({} if schema is True else schema, separators=(",", ":")), param)
 
     @classmethod
     def json_object(cls, param: str) -> Constraint:
