@@ -273,7 +273,7 @@ class Sender:
             if relay is not None:
                 exchange.counted(relay.usage(is_broken=is_broken))
             if running.inbound.prompts == 1:
-                attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+                attempt.tracked.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
             if not isinstance(running.state, _ENDED):
                 running.cut()
         return result

@@ -203,7 +203,7 @@ class Answered:
     def _leave(self, attempt: Attempt) -> None:
         """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""
         if attempt.asked.prompts == 1:
-            attempt.lease.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+            attempt.tracked.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
         attempt.__exit__()
         self._parts.accounting.undo(attempt)
 
