@@ -8,7 +8,7 @@ stop_token_ids, ignore_eos, chat_template_kwargs and answer_so_far mean the same
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,8 +24,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
     "tools": ([],),
@@ -55,6 +53,16 @@ class Message(BaseModel):
     content: _Anything
 
 
+class OutputConfig(BaseModel):
+    """`output_config`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: _Anything = None
+    """What `output_format` was named before; `engine.grammar.asked` reads both."""
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    """The variable `reasoning_effort` of the chat template; ignored if the template does not read it."""
+
+
 class CountFields(Body):
     """The fields that the token count reads. None: not given."""
 
@@ -64,6 +72,8 @@ class CountFields(Body):
     cache_control: CacheControl | None = None
     """A mark at the end of the last block."""
     chat_template_kwargs: dict[str, Any] | None = None
+    output_format: _Anything = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesFields(CountFields, SharedFields):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, is_billing
 from engine.contract.requests import parse_body
+from engine.grammar.asked import text_format
+from engine.grammar.constraint import Constraint
 from engine.server.fields import GenerationFields, SharedFields, check_number, parse_at, parse_fields, shared
 from engine.server.marks import Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
@@ -16,6 +19,7 @@ from engine.server.message_fields import (
     CountFields,
     Message,
     MessagesFields,
+    OutputConfig,
     check_content,
 )
 from engine.server.rendered import render_chat
@@ -28,6 +32,7 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
+    own_variables,
     room_for,
     with_answer_so_far,
 )
@@ -65,9 +70,19 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
         fills_context=limit > room,
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
-    return make_job(
-        model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=(*fields.ignored, *chat.ignored)
-    )
+    ignored = (*fields.ignored, *chat.ignored)
+    job = make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=ignored)
+    return job if job.says_nothing else replace(job, constraint=_output_form(fields))
+
+
+def _output_form(fields: CountFields) -> Constraint | None:
+    """Return what the answer must follow. Raises BadRequest."""
+    config = fields.output_config or OutputConfig()
+    if fields.output_format is not None and config.format is not None:
+        raise BadRequest("output_format is output_config.format's former name: give one of them", param="output_format")
+    if config.format is not None:
+        return text_format(config.format, "output_config.format")
+    return text_format(fields.output_format, "output_format")
 
 
 def count_tokens(model: ModelText, body: bytes) -> int:
@@ -87,8 +102,12 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
     places = [f"messages[{i}].content" for i in range(len(fields.messages))]
     if fields.system is not None:
         places.insert(0, "system")
-    rendered = render_chat(model, messages, None, fields.chat_template_kwargs, places=places, goes_on=goes_on)
-    return _Chat(messages, rendered.text, marks, rendered.ignored)
+    effort = None if fields.output_config is None else fields.output_config.effort
+    own, unread = own_variables(model, {"reasoning_effort": effort})
+    variables = own | (fields.chat_template_kwargs or {})
+    rendered = render_chat(model, messages, None, variables, places=places, goes_on=goes_on)
+    ignored = ("output_config.effort",) * len(unread)
+    return _Chat(messages, rendered.text, marks, (*ignored, *rendered.ignored))
 
 
 def _marks(fields: CountFields) -> list[Place]:

@@ -10,6 +10,7 @@ from typing import Any
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
+from engine.grammar.asked import ASKED, constraint_of
 from engine.grammar.constraint import Constraint
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
@@ -423,6 +424,7 @@ def make_job(
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
         told=told or {},
+        constraint=None if says_nothing else constraint_of({name: getattr(fields, name) for name in ASKED}),
         ignored=tuple(dict.fromkeys((*fields.ignored, *hidden, *ignored))),
     )
 
