@@ -12,7 +12,7 @@ OnFreeTokens = Callable[[PodId, float], None]
 
 
 class FreeTokens:
-    """The free tokens of each pod. Decisions read them here, so that none of them has to ask for each pod's estimate."""
+    """The free tokens of each pod. Decisions read them here, so that none has to ask for each pod's estimate."""
 
     def __init__(self) -> None:
         self._tokens: dict[PodId, float] = {}

@@ -1,9 +1,9 @@
 """Microseconds of a decision in the gateway by fleet size: `python -m tests.bench.gateway.bench_decision`.
 
 A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes counting the
-request on its pod, its first token and its end, but includes the updates that they cause. The median of all decisions is printed, and the
-tenth percentile, which other programs on the machine disturb less. With `--foreign`, the pods publish nothing, have
-reported a small capacity and are full, so that evictions count.
+request on its pod, its first token and its end, but includes the updates that they cause. The median of all decisions
+is printed, and the tenth percentile, which other programs on the machine disturb less. With `--foreign`, the pods
+publish nothing, have reported a small capacity and are full, so that evictions count.
 """
 
 from __future__ import annotations
