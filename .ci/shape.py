@@ -45,10 +45,6 @@ class Excused:
 
 EXCUSED = (
     Excused(
-        "parameters", "engine/server/answers.py::CompletionAnswer.__init__", "the API's fields: still to be grouped"
-    ),
-    Excused("parameters", "engine/server/choices.py::AnswerChoice.__init__", "the API's fields: still to be grouped"),
-    Excused(
         "lines",
         "engine/backend/cuda/kernels/*",
         "a kernel: Triton compiles a function as a whole, and calls inside have no cost to save",

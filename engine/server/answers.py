@@ -85,47 +85,47 @@ class Answer(Protocol):
         """Return the whole answer, not streamed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows beside its text, as the client asked."""
+
+    logprobs: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with its usage."""
+    continuous_usage: bool = False
+    """Whether each event has the usage so far."""
+    prompt_ids: Mapping[int, Sequence[int]] | None = None
+    """Token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+
+
 class _Base:
-    def __init__(
-        self,
-        head: Json,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None,
-        continuous_usage: bool,
-    ) -> None:
-        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+    def __init__(self, head: Json, tokenizer: Tokenizer, shown: Shown) -> None:
         self._head = head
-        self._prompt_ids = prompt_ids
+        self._shown = shown
         self._begun: set[int] = set()
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
 
     def _event(self, choice: Json, usage: Usage | None, more: Json | None = None) -> bytes:
         tail: Json = {}
-        if self._include_usage:
+        if self._shown.include_usage:
             # If the client asks for usage only at the end, every event before the last says that it has none.
-            tail["usage"] = usage.json() if usage is not None and self._continuous_usage else None
+            tail["usage"] = usage.json() if usage is not None and self._shown.continuous_usage else None
         return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **tail}))
 
     def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
         """Return the choice, with the ids of its tokens if the client asked for them."""
-        return choice if self._prompt_ids is None else {**choice, "token_ids": list(ids)}
+        return choice if self._shown.prompt_ids is None else {**choice, "token_ids": list(ids)}
 
     def _prompt(self, choice: int) -> Json:
         """Return the ids of the choice's prompt, only once and only if the client asked for them."""
-        if self._prompt_ids is None or choice in self._begun:
+        if self._shown.prompt_ids is None or choice in self._begun:
             return {}
         self._begun.add(choice)
-        return {"prompt_token_ids": list(self._prompt_ids[choice])}
+        return {"prompt_token_ids": list(self._shown.prompt_ids[choice])}
 
     def end(self, usage: Usage) -> bytes:
         """See Answer. The event with no choices is for stream_options.include_usage."""
-        if not self._include_usage:
+        if not self._shown.include_usage:
             return DONE
         return sse_event(orjson.dumps({**self._head, "choices": [], "usage": usage.json()})) + DONE
 
@@ -137,27 +137,9 @@ class _Base:
 class ChatAnswer(_Base):
     """`/v1/chat/completions`."""
 
-    def __init__(
-        self,
-        answer_id: str,
-        model: str,
-        created_s: int,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
-    ) -> None:
+    def __init__(self, answer_id: str, model: str, created_s: int, tokenizer: Tokenizer, shown: Shown) -> None:
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
-        super().__init__(
-            {**self._whole, "object": "chat.completion.chunk"},
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        super().__init__({**self._whole, "object": "chat.completion.chunk"}, tokenizer, shown)
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
@@ -168,7 +150,7 @@ class ChatAnswer(_Base):
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
+            logprobs = self._token_logprobs(delta.tokens) if self._shown.logprobs else None
             said = _chat_choice(choice, {"content": delta.text}, logprobs, None)
             events += self._event(self._with_ids(said, delta.ids), usage)
         if delta.finish is not None:
@@ -182,7 +164,7 @@ class ChatAnswer(_Base):
                 {
                     "index": i,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
+                    "logprobs": self._token_logprobs(choice.tokens) if self._shown.logprobs else None,
                     "finish_reason": choice.finish,
                 },
                 choice.ids,
@@ -219,23 +201,13 @@ class CompletionAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
+        shown: Shown,
         *,
-        logprobs: bool,
-        include_usage: bool,
         echoed: Mapping[int, str],
         scored: Mapping[int, Sequence[PlacedToken]] | None = None,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(
-            head,
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        super().__init__(head, tokenizer, shown)
         self._echoed = echoed
         self._scored = scored or {}
 
@@ -251,7 +223,7 @@ class CompletionAnswer(_Base):
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(choice, (), delta.tokens) if self._logprobs else None
+            logprobs = self._token_logprobs(choice, (), delta.tokens) if self._shown.logprobs else None
             said = self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids)
             events += self._event(said, usage)
         if delta.finish is not None:
@@ -270,7 +242,7 @@ class CompletionAnswer(_Base):
                 _text_choice(
                     i,
                     self._echoed.get(i, "") + choice.text,
-                    self._token_logprobs(i, self._scored.get(i, ()), choice.tokens) if self._logprobs else None,
+                    self._token_logprobs(i, self._scored.get(i, ()), choice.tokens) if self._shown.logprobs else None,
                     choice.finish,
                 ),
                 choice.ids,

@@ -40,12 +40,35 @@ class Delta:
 
 def offsets_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
     """Return the characters before each token in the text that the tokens make as an answer."""
-    choice = AnswerChoice(0, 0, tokenizer, (), logprobs=True)
+    choice = AnswerChoice(0, 0, tokenizer, Stops(), logprobs=True)
     outputs = (
         TokenOutput(0, SampledToken(token), FinishReason.LENGTH if i + 1 == len(tokens) else None, 0)
         for i, token in enumerate(tokens)
     )
     return tuple(placed.offset for output in outputs for placed in choice.push(output).tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """The stop strings of an answer. None of them ends it before `min_tokens`."""
+
+    strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What comes before the tokens of a choice."""
+
+    context: Sequence[int] = ()
+    """See `Detokenizer`."""
+    tokens: int = 0
+    """Tokens of the answer that the client already has."""
+    chars: int = 0
+    """The length of their text."""
+
+
+NOTHING_BEFORE = Before()
 
 
 class AnswerChoice:
@@ -56,34 +79,29 @@ class AnswerChoice:
         index: int,
         prompt: int,
         tokenizer: Tokenizer,
-        stops: tuple[str, ...],
+        stops: Stops,
         *,
         logprobs: bool,
-        context: Sequence[int] = (),
-        answered: int = 0,
-        answered_chars: int = 0,
+        before: Before = NOTHING_BEFORE,
         sends_ids: bool = False,
         shows_special: bool = False,
-        min_tokens: int = 0,
     ) -> None:
-        """`context`, `shows_special`: see `Detokenizer`. `answered`, `answered_chars`: tokens of the answer that the
-        client already has, and the length of their text. `sends_ids`: send a delta for every token, with its id.
-        `min_tokens`: no stop string ends the answer before."""
+        """`sends_ids`: send a delta for every token, with its id. `shows_special`: see `Detokenizer`."""
         self.index = index
         self.prompt = prompt
         """Index of the prompt that the sequence continues."""
         self.cached_tokens = self.kept_tokens = self.unkept_tokens = 0
-        self.completion_tokens = answered
+        self.completion_tokens = before.tokens
         self.finish: str | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, context, shows_special=shows_special)
-        self._stops = StopStrings(stops)
+        self._detokenizer = Detokenizer(tokenizer, before.context, shows_special=shows_special)
+        self._stops = StopStrings(stops.strings)
         self._logprobs = logprobs
         self._sends_ids = sends_ids
         self._unsent: list[PlacedToken] = []
-        self._chars = answered_chars
+        self._chars = before.chars
         """Characters of the text so far, with those that are held back."""
-        self._min_tokens = min_tokens
+        self._min_tokens = stops.min_tokens
 
     def push(self, output: TokenOutput) -> Delta:
         """Return the delta of `output`. If the delta has a finish and `output` has none, a stop string was found: abort

@@ -16,7 +16,7 @@ from engine.contract.requests import Endpoint
 from engine.loop.step_loop import ConstraintFailed, RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
-from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
+from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Shown, Usage, Written
 from engine.server.choices import AnswerChoice, Delta, PlacedToken
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
@@ -205,21 +205,12 @@ def _answer(
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
     if endpoint is Endpoint.RESPONSES:
         return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told)
-    logprobs = job.sampling.logprobs is not None
     prompt_ids = None
     if job.returns_token_ids:
         prompt_ids = {choice.index: job.prompts[choice.prompt].tokens for choice in choices.values()}
+    shown = Shown(job.sampling.logprobs is not None, job.include_usage, job.continuous_usage, prompt_ids)
     if endpoint is Endpoint.CHAT:
-        return ChatAnswer(
-            f"chatcmpl-{secrets.token_hex(12)}",
-            name,
-            created_s,
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=job.include_usage,
-            continuous_usage=job.continuous_usage,
-            prompt_ids=prompt_ids,
-        )
+        return ChatAnswer(f"chatcmpl-{secrets.token_hex(12)}", name, created_s, tokenizer, shown)
     echoed = {}
     if job.echo:
         echoed = {choice.index: job.prompts[choice.prompt].text or "" for choice in choices.values()}
@@ -228,12 +219,9 @@ def _answer(
         name,
         created_s,
         tokenizer,
-        logprobs=logprobs,
-        include_usage=job.include_usage,
-        continuous_usage=job.continuous_usage,
+        shown,
         echoed=echoed,
         scored={choice.index: scores[choice.prompt] for choice in choices.values()} if scores else None,
-        prompt_ids=prompt_ids,
     )
 
 

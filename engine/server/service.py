@@ -21,7 +21,7 @@ from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.server.choices import AnswerChoice
+from engine.server.choices import AnswerChoice, Before, Stops
 from engine.server.requests import GenerationJob, ModelText
 from engine.server.wire import RETRY_AFTER_S, BodyRoom
 
@@ -111,14 +111,11 @@ class EngineService:
                     len(choices),
                     i,
                     self.model.tokenizer,
-                    job.stop,
+                    Stops(job.stop, job.sampling.min_tokens),
                     logprobs=job.sampling.logprobs is not None,
-                    context=prompt.context,
-                    answered=len(prompt.answered),
-                    answered_chars=prompt.answered_chars,
+                    before=Before(prompt.context, len(prompt.answered), prompt.answered_chars),
                     sends_ids=job.returns_token_ids,
                     shows_special=job.shows_special,
-                    min_tokens=job.sampling.min_tokens,
                 )
         return requests, choices
 
