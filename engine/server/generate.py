@@ -78,7 +78,13 @@ class _Generation:
             kept_tokens=sum(choice.kept_tokens for choice in first),
             unkept_tokens=sum(choice.unkept_tokens for choice in first),
             has_marks=any(prompt.marks for prompt in self.job.prompts),
+            reasoning_tokens=self._reasoning_tokens(),
         )
+
+    def _reasoning_tokens(self) -> int | None:
+        if self.job.reading is None or not self.job.reading.has_reasoning:
+            return None
+        return sum(choice.reasoning_tokens for choice in self.choices.values())
 
     def response_headers(self, cached_tokens: int) -> dict[str, str]:
         """Return the headers with the pod and the token counts, for the gateway."""
@@ -192,10 +198,11 @@ def _answer(
             marks=prompt.marks,
             fills_context=prompt.fills_context,
             says_nothing=job.says_nothing,
+            call_id=service.model.answers.call_id,
         )
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
     if endpoint is Endpoint.RESPONSES:
-        return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told)
+        return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told, call_id=service.model.answers.call_id)
     logprobs = job.sampling.logprobs is not None
     prompt_ids = None
     if job.returns_token_ids:
@@ -210,6 +217,7 @@ def _answer(
             include_usage=job.include_usage,
             continuous_usage=job.continuous_usage,
             prompt_ids=prompt_ids,
+            call_id=service.model.answers.call_id,
         )
     echoed = {}
     if job.echo:

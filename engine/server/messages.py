@@ -31,22 +31,6 @@ def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
-    """Raises BadRequest if a tool is not a named function, or if a call is demanded: the engine forces no calls."""
-    check_number(tools or (), "tools")
-    for i, tool in enumerate(tools or ()):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _bad(where, "must be an object with type 'function'")
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise _bad(f"{where}.function.name", "must be a string")
-    if tool_choice not in (None, "none", "auto"):
-        raise BadRequest(
-            "tool_choice: only 'none' and 'auto' are supported", param="tool_choice", code="unsupported_parameter"
-        )
-
-
 def tool_use(messages: Sequence[Any], *, may_be_called: bool) -> ToolUse | None:
     """Return the use of tools in checked messages; None if there is none."""
     brings_result = messages[-1]["role"] == "tool"

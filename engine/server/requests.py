@@ -15,9 +15,11 @@ from engine.sched.sampling import SamplingParams
 from engine.server.choices import offsets_of
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, tool_use
+from engine.server.messages import tool_use
 from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
+from engine.server.tools import Reading, chat_choice, check_tools, reading_of
+from engine.text.calls.formats import AnswerFormat
 from engine.text.detokenize import context_of
 from engine.text.exact_numbers import exact_fields
 from engine.text.key_spans import chat_spans, text_spans, token_spans
@@ -59,6 +61,8 @@ class ModelText:
     """The checkpoint's values of sampling fields, for requests that do not give them."""
     max_new_tokens: int | None = None
     """Most tokens of any answer, by the checkpoint."""
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
+    """How the model writes calls and reasoning."""
 
     def answer_limit(self, asked: int) -> int:
         """Return the most tokens of an answer to a request that asks for `asked` tokens."""
@@ -88,6 +92,8 @@ class Prompt:
     """Whether `max_tokens` was lowered to the room in the context."""
     tools: ToolUse | None = None
     """The use of tools in the request; None: there is none."""
+    reading: Reading | None = None
+    """How the answers are read; None: they are text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,11 @@ class GenerationJob:
     """What the request says without effect; the answer's header `warning` names it."""
     says_nothing: bool = False
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the answers are read. A request with several prompts has no chat."""
+        return self.prompts[0].reading
 
     @property
     def scores_prompt(self) -> bool:
@@ -243,14 +254,15 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
 
     `exact`: the body with exact numbers.
     """
-    check_tools(fields.tools, fields.tool_choice)
+    offered = check_tools(fields.tools)
+    choice = chat_choice(fields.tool_choice, offered, fields.parallel_tool_calls)
     own, unread = own_variables(model, {"reasoning_effort": fields.reasoning_effort, "verbosity": fields.verbosity})
     rendered = render_chat(
         model,
         exact["messages"],
         exact.get("tools"),
         own | (exact.get("chat_template_kwargs") or {}),
-        may_call=fields.tool_choice != "none",
+        may_call=choice.kind != "none",
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
     )
@@ -265,9 +277,11 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
-    tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
+    tools = tool_use(fields.messages, may_be_called=bool(offered) and choice.kind != "none")
+    begins = not (fields.continue_final_message or fields.answer_so_far)
+    reading = reading_of(model, offered, choice, text, is_beginning=begins)
     limit = model.answer_limit(room if given is None else given)
-    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools)
+    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools, reading=reading)
     return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
 
 
@@ -276,6 +290,13 @@ def own_variables(model: ModelText, fields: Mapping[str, str | None]) -> tuple[d
     given = {name: value for name, value in fields.items() if value is not None}
     read = {name: value for name, value in given.items() if model.template is not None and model.template.reads(name)}
     return read, [name for name in given if name not in read]
+
+
+def thinking_variables(model: ModelText, *, is_on: bool) -> dict[str, Any]:
+    """Return the variables of the chat template that turn reasoning on or off, as far as the template reads any."""
+    if model.template is None:
+        return {}
+    return {name: is_on for name in ("enable_thinking", "thinking") if model.template.reads(name)}
 
 
 def _goes_on(fields: ChatFields) -> bool:
@@ -335,7 +356,10 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
     if (fields.n or 1) > 1:
         raise BadRequest("answer_so_far needs n to be 1", param="answer_so_far")
     check_length(model, fields.answer_so_far, "answer_so_far")
-    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop, prompt.max_tokens)
+    text = fields.answer_so_far
+    if prompt.reading is not None and (thinking := prompt.reading.open_reasoning) is not None:
+        text = f"{thinking[1]}\n\n{text}"  # the client has text, so the reasoning has ended
+    answered = answered_tokens(model.tokenizer, text, fields.stop, prompt.max_tokens)
     check_ids(answered, model.vocab_size, "answer_so_far")
     if len(answered) >= prompt.max_tokens:
         raise BadRequest(

@@ -114,6 +114,7 @@ class EngineService:
                     sends_ids=job.returns_token_ids,
                     shows_special=job.shows_special,
                     min_tokens=job.sampling.min_tokens,
+                    reading=job.reading,
                 )
         return requests, choices
 

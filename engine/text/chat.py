@@ -44,7 +44,8 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
-        self._sources = source + (with_tools or "")
+        self.sources: str = source + (with_tools or "")
+        """The text of the template, and of the one for tools."""
         self.variables: frozenset[str] = frozenset(
             name
             for one in (source, with_tools or "")
@@ -66,7 +67,7 @@ class ChatTemplate:
 
     def mentions(self, word: str) -> bool:
         """Return whether the template's text has this word, such as the name of a role."""
-        return word in self._sources
+        return word in self.sources
 
     def render(
         self,
