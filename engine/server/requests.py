@@ -10,6 +10,7 @@ from typing import Any
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
+from engine.grammar.constraint import Constraint
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
 from engine.server.choices import offsets_of
@@ -122,6 +123,8 @@ class GenerationJob:
     """What the request says without effect; the answer's header `warning` names it."""
     says_nothing: bool = False
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
+    constraint: Constraint | None = None
+    """What every answer follows; None: anything."""
 
     @property
     def reading(self) -> Reading | None:
