@@ -9,7 +9,7 @@ from engine.sched.plan import SampledToken
 from engine.sched.request import FinishReason
 from engine.sched.scheduler import TokenOutput
 from engine.server.tools import Reading
-from engine.text.calls.events import CallEnd, CallStart, Event, Text
+from engine.text.calls.events import Arguments, CallEnd, CallStart, Event, Text
 from engine.text.calls.machine import Reader
 from engine.text.detokenize import Detokenizer
 from engine.text.stops import StopStrings
@@ -92,9 +92,12 @@ class AnswerChoice:
         self.reasoning_tokens = 0
         self.finish: str | None = None
         self._tokenizer = tokenizer
+        self._reading = reading
         self._reader = None if reading is None else reading.reader()
-        self._is_parallel = reading is None or reading.is_parallel
         self._has_called = False
+        self._call = ""
+        """Name of the last call."""
+        self._arguments: list[str] = []
         shown = frozenset[int]() if reading is None else reading.shown
         self._detokenizer = Detokenizer(tokenizer, context, shows_special=shows_special, shown=shown)
         self._stops = StopStrings(stops)
@@ -106,8 +109,8 @@ class AnswerChoice:
         self._min_tokens = min_tokens
 
     def push(self, output: TokenOutput) -> Delta:
-        """Return the delta of `output`. If the delta has a finish and `output` has none, abort the request: the text has
-        a stop string, or its only call is complete."""
+        """Return the delta of `output`. If the delta has a finish and `output` has none, abort the request: a stop
+        string was found, or the only call is complete."""
         self.cached_tokens = output.cached_tokens
         self.kept_tokens, self.unkept_tokens = output.kept_tokens, output.unkept_tokens
         text, stopped = "", False
@@ -130,7 +133,7 @@ class AnswerChoice:
         finish = FinishReason.STOP if stopped else output.finish
         events: tuple[Event, ...] = ()
         if self._reader is not None:
-            events, is_complete = self._read(self._reader, text, ended=finish is not None)
+            events, is_complete = self._read(self._reader, text, finish)
             text = ""
             finish = FinishReason.STOP if is_complete else finish
         self.finish = None if finish is None else finish.value
@@ -142,17 +145,27 @@ class AnswerChoice:
             self._unsent.clear()
         return Delta(text, tokens, self.finish, ids, self._stops.found, events)
 
-    def _read(self, reader: Reader, text: str, *, ended: bool) -> tuple[tuple[Event, ...], bool]:
+    def _read(self, reader: Reader, text: str, finish: FinishReason | None) -> tuple[tuple[Event, ...], bool]:
         """Return what the text is, and whether the only call that the answer may have is complete."""
         events = reader.push(text) if text else []
         self.reasoning_tokens += reader.is_reasoning
-        if ended:
+        if finish is not None:
             events += reader.finish()
         for i, event in enumerate(events):
-            self._has_called |= isinstance(event, CallStart)
-            if isinstance(event, CallEnd) and not self._is_parallel:
-                return tuple(events[: i + 1]), True
+            match event:
+                case CallStart():
+                    self._has_called, self._call, self._arguments = True, event.name, []
+                case Arguments():
+                    self._arguments.append(event.text)
+                case CallEnd():
+                    self._note_call()
+                    if self._reading is not None and not self._reading.is_parallel:
+                        return tuple(events[: i + 1]), True
         return tuple(events), False
+
+    def _note_call(self) -> None:
+        if self._reading is not None and self._reading.made is not None:
+            self._reading.made.note(self._reading.salt, self._call, "".join(self._arguments))
 
     def _place(self, token: int, piece: str) -> int:
         """Return the characters before a token that has made `piece` certain. The piece may begin with the remains of

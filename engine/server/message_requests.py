@@ -73,7 +73,7 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
         marks=kept_marks(model, meant, marks, len(encoded.ids)),
         fills_context=limit > room,
         tools=tool_use(chat.messages, may_be_called=bool(chat.tools) and chat.choice.kind != "none"),
-        reading=reading_of(model, chat.tools, chat.choice, chat.text, is_beginning=begins),
+        reading=reading_of(model, chat.tools, chat.choice, chat.text, is_beginning=begins, salt=fields.cache_salt),
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
     return make_job(
@@ -106,6 +106,7 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
         tools,
         variables,
         places=_places(fields),
+        salt=fields.cache_salt if isinstance(fields, MessagesFields) else None,
         may_call=choice.kind != "none",
         goes_on=goes_on,
     )

@@ -40,12 +40,13 @@ def render_chat(
     variables: dict[str, Any] | None = None,
     *,
     places: Sequence[str] = (),
+    salt: str | None = None,
     may_call: bool = True,
     add_generation_prompt: bool = True,
     goes_on: bool = False,
 ) -> Rendered:
-    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `may_call`: whether the
-    model may call the tools. `goes_on`: the answer continues the last message.
+    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `salt`: that of the
+    request. `may_call`: whether the model may call the tools. `goes_on`: the answer continues the last message.
 
     Raises BadRequest for a message that is not valid, and for a text of the request that the template leaves out.
     """
@@ -62,7 +63,7 @@ def render_chat(
                 param=f"chat_template_kwargs.{name}",
             )
     tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-    checked = template_messages(messages)
+    checked = template_messages(messages, model.made_calls, salt or "")
     rendered = model.template.render(
         checked, tools, variables, add_generation_prompt=add_generation_prompt, goes_on=goes_on
     )

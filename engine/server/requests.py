@@ -21,6 +21,7 @@ from engine.server.rendered import render_chat
 from engine.server.so_far import answered_tokens
 from engine.server.tools import Reading, chat_choice, check_tools, reading_of
 from engine.text.calls.formats import AnswerFormat
+from engine.text.calls.made import MadeCalls
 from engine.text.detokenize import context_of
 from engine.text.exact_numbers import exact_fields
 from engine.text.key_spans import chat_spans, text_spans, token_spans
@@ -64,6 +65,8 @@ class ModelText:
     """Most tokens of any answer, by the checkpoint."""
     answers: AnswerFormat = field(default_factory=AnswerFormat)
     """How the model writes calls and reasoning."""
+    made_calls: MadeCalls = field(default_factory=MadeCalls)
+    """Calls that it has made."""
 
     def answer_limit(self, asked: int) -> int:
         """Return the most tokens of an answer to a request that asks for `asked` tokens."""
@@ -265,6 +268,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
         exact["messages"],
         exact.get("tools"),
         own | (exact.get("chat_template_kwargs") or {}),
+        salt=fields.cache_salt,
         may_call=choice.kind != "none",
         add_generation_prompt=fields.add_generation_prompt is not False,
         goes_on=_goes_on(fields),
@@ -282,7 +286,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     room = room_for(model, len(encoded.ids), given, "messages")
     tools = tool_use(fields.messages, may_be_called=bool(offered) and choice.kind != "none")
     begins = not (fields.continue_final_message or fields.answer_so_far)
-    reading = reading_of(model, offered, choice, text, is_beginning=begins)
+    reading = reading_of(model, offered, choice, text, is_beginning=begins, salt=fields.cache_salt)
     limit = model.answer_limit(room if given is None else given)
     prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools, reading=reading)
     return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)

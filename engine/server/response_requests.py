@@ -128,6 +128,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         tools,
         variables | (fields.chat_template_kwargs or {}),
         places=places,
+        salt=fields.cache_salt,
         may_call=choice.kind != "none",
     )
     text = rendered.text
@@ -144,7 +145,7 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         name: model.sampling.get(name, 1.0) if (value := getattr(fields, name)) is None else value
         for name in ("temperature", "top_p")
     }
-    reading = reading_of(model, tools, choice, text, is_beginning=not fields.answer_so_far)
+    reading = reading_of(model, tools, choice, text, is_beginning=not fields.answer_so_far, salt=fields.cache_salt)
     use = tool_use(messages, may_be_called=bool(tools) and choice.kind != "none")
     prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=use, reading=reading)
     prompt = with_answer_so_far(model, meant, prompt)

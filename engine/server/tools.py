@@ -10,6 +10,7 @@ from engine.contract.errors import BadRequest, quoted
 from engine.server.fields import check_number
 from engine.text.calls.formats import FORMATS, AnswerFormat
 from engine.text.calls.machine import Reader
+from engine.text.calls.made import MadeCalls
 from engine.text.calls.tools import Tools
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Reading:
     """Whether an answer goes on after its first call."""
     shown: frozenset[int] = frozenset()
     """Special tokens that the reader must see."""
+    made: MadeCalls | None = None
+    """Where calls are noted; None: nowhere."""
+    salt: str = ""
+    """Salt of the request."""
 
     def reader(self) -> Reader | None:
         """Return a reader for one answer; None if all of it is text."""
@@ -68,7 +73,13 @@ class Reading:
 
 
 def reading_of(
-    model: ModelText, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, prompt: str, *, is_beginning: bool
+    model: ModelText,
+    tools: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    prompt: str,
+    *,
+    is_beginning: bool,
+    salt: str | None,
 ) -> Reading:
     """Return how the answers to a chat with these checked tools are read. `prompt`: the rendered text. Raises
     BadRequest if the model may call tools and the format of its calls is unknown."""
@@ -89,6 +100,8 @@ def reading_of(
         is_beginning,
         choice.is_parallel,
         frozenset(one for one in ids if one is not None),
+        model.made_calls,
+        salt or "",
     )
 
 

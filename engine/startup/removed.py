@@ -1,5 +1,5 @@
-"""Settings that earlier releases had and this one does not, each with what does its work now. The next release drops this
-table."""
+"""Settings that earlier releases had and this one does not, each with what does its work now. The next release drops
+this table."""
 
 from __future__ import annotations
 

@@ -158,8 +158,9 @@ def test_reasoning_comes_before_text_and_calls(
 
 def test_harmony_has_reasoning_text_and_calls() -> None:
     written = (
-        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me "
-        'look.<|end|><|start|>assistant to=functions.find<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+        "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary<|message|>Let "
+        "me look.<|end|><|start|>assistant to=functions.find<|channel|>commentary json<|message|>"
+        '{"city": "Rome"}<|call|>'
     )
     expected = ("Need the weather.", "Let me look.", [("find", '{"city": "Rome"}')])
     assert said(read("openai", [written])) == expected
@@ -329,7 +330,7 @@ def test_ids_fit_the_templates() -> None:
 
 
 def test_python_is_written_as_json() -> None:
-    written = """[find(city='it\\'s "x" \\x41\\u00e9\\ud83d\\ude00\\q\\n', deep={'a': None, "b": (1, True)}, size=.5), find()]"""
+    written = """[find(city='it\\'s "x" \\x41\\u00e9\\ud83d\\ude00\\q\\n', deep={'a': None, "b": (1, True)}), find()]"""
     _, _, calls = said(read("pythonic", list(written)))
-    assert json.loads(calls[0][1]) == {"city": 'it\'s "x" Aé😀\\q\n', "deep": {"a": None, "b": [1, True]}, "size": ".5"}
+    assert json.loads(calls[0][1]) == {"city": 'it\'s "x" Aé😀\\q\n', "deep": {"a": None, "b": [1, True]}}
     assert calls[1] == ("find", "{}")

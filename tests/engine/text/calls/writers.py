@@ -30,6 +30,10 @@ def js(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def py(value: object) -> str:
+    return js(value) if isinstance(value, str) else repr(value)
+
+
 def hermes(content: str, calls: Sequence[Call]) -> str:
     written = [f'<tool_call>\n{{"name": "{name}", "arguments": {js(given)}}}\n</tool_call>' for name, given in calls]
     return "\n".join([*([content] if content else []), *written])
@@ -49,13 +53,13 @@ def llama3_json(content: str, calls: Sequence[Call]) -> str:
 
 
 def pythonic(content: str, calls: Sequence[Call]) -> str:
-    written = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    written = (f"{name}({', '.join(f'{key}={py(value)}' for key, value in given.items())})" for name, given in calls)
     return f"{content}[{', '.join(written)}]" if calls else content
 
 
 def mistral(content: str, calls: Sequence[Call]) -> str:
-    written = (f'{{"name": "{name}", "arguments": {js(given)}, "id": "abcdefghi"}}' for name, given in calls)
-    return f"{content}[TOOL_CALLS] [{', '.join(written)}]" if calls else content
+    written = (f'{{"name": "{name}", "arguments": {js(given)}}}' for name, given in calls)
+    return f"{content}[TOOL_CALLS][{', '.join(written)}]" if calls else content
 
 
 def mistral_named(content: str, calls: Sequence[Call]) -> str:
