@@ -99,25 +99,28 @@ class Answer(Protocol):
         """Return the whole answer, not streamed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a client wants to see in an answer beside its text."""
+
+    logprobs: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    continuous_usage: bool = False
+    """Whether every event of a stream has the usage so far."""
+    prompt_ids: Mapping[int, Sequence[int]] | None = None
+    """Token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+
+
 class _Base:
-    def __init__(
-        self,
-        head: Json,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None,
-        continuous_usage: bool,
-    ) -> None:
-        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+    def __init__(self, head: Json, tokenizer: Tokenizer, form: Form) -> None:
         self._head = head
-        self._prompt_ids = prompt_ids
-        self._begun: set[int] = set()
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
+        self._prompt_ids = form.prompt_ids
+        self._begun: set[int] = set()
+        self._logprobs = form.logprobs
+        self._include_usage = form.include_usage
+        self._continuous_usage = form.continuous_usage
 
     def _event(self, choice: Json, usage: Usage | None, more: Json | None = None) -> bytes:
         tail: Json = {}
@@ -157,26 +160,15 @@ class ChatAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
+        form: Form,
         call_id: Callable[[], str] = str,
     ) -> None:
         """`call_id` returns the id of a new call."""
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
         self._call_id = call_id
         self._calls: dict[int, int] = {}
-        """Number of the calls of each choice that have begun."""
-        super().__init__(
-            {**self._whole, "object": "chat.completion.chunk"},
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        """Index of the last call of each choice."""
+        super().__init__({**self._whole, "object": "chat.completion.chunk"}, tokenizer, form)
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
@@ -279,23 +271,13 @@ class CompletionAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
+        form: Form,
         *,
-        logprobs: bool,
-        include_usage: bool,
         echoed: Mapping[int, str],
         scored: Mapping[int, Sequence[PlacedToken]] | None = None,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(
-            head,
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        super().__init__(head, tokenizer, form)
         self._echoed = echoed
         self._scored = scored or {}
 

@@ -20,7 +20,7 @@ from engine.server.message_fields import (
     check_content,
 )
 from engine.server.messages import tool_use
-from engine.server.rendered import render_chat
+from engine.server.rendered import Ending, render_chat
 from engine.server.requests import (
     GenerationJob,
     ModelText,
@@ -108,7 +108,7 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
         places=_places(fields),
         salt=fields.cache_salt if isinstance(fields, MessagesFields) else None,
         may_call=choice.kind != "none",
-        goes_on=goes_on,
+        ending=Ending.OPEN if goes_on else Ending.TURN,
     )
     return _Chat(messages, tools, choice, rendered.text, marks, (*ignored, *rendered.ignored))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from engine.contract.errors import BadRequest
@@ -22,6 +23,17 @@ _OWN = {
     "add_generation_prompt": "give it as a field of the request",
 }
 """What `ChatTemplate.render` itself passes to a template."""
+
+
+class Ending(Enum):
+    """How a prompt ends."""
+
+    TURN = auto()
+    """With the beginning of the assistant's turn."""
+    OPEN = auto()
+    """Within the last message, which the answer continues."""
+    NOTHING = auto()
+    """With the last message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +54,10 @@ def render_chat(
     places: Sequence[str] = (),
     salt: str | None = None,
     may_call: bool = True,
-    add_generation_prompt: bool = True,
-    goes_on: bool = False,
+    ending: Ending = Ending.TURN,
 ) -> Rendered:
     """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `salt`: that of the
-    request. `may_call`: whether the model may call the tools. `goes_on`: the answer continues the last message.
+    request. `may_call`: whether the model may call the tools.
 
     Raises BadRequest for a message that is not valid, and for a text of the request that the template leaves out.
     """
@@ -65,7 +76,11 @@ def render_chat(
     tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
     checked = template_messages(messages, model.made_calls, salt or "")
     rendered = model.template.render(
-        checked, tools, variables, add_generation_prompt=add_generation_prompt, goes_on=goes_on
+        checked,
+        tools,
+        variables,
+        add_generation_prompt=ending is not Ending.NOTHING,
+        goes_on=ending is Ending.OPEN,
     )
     ignored = list(unread_reasoning(checked, model.template.template))
     for place in rendered.left_out:

@@ -17,7 +17,7 @@ from engine.server.choices import offsets_of
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
 from engine.server.messages import tool_use
-from engine.server.rendered import render_chat
+from engine.server.rendered import Ending, render_chat
 from engine.server.so_far import answered_tokens
 from engine.server.tools import Reading, chat_choice, check_tools, reading_of
 from engine.text.calls.formats import AnswerFormat
@@ -270,8 +270,7 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
         own | (exact.get("chat_template_kwargs") or {}),
         salt=fields.cache_salt,
         may_call=choice.kind != "none",
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        goes_on=_goes_on(fields),
+        ending=_ending(fields),
     )
     text = rendered.text
     encoded = encode_prompt(model, text, "messages", fields.cache_salt, add_special_tokens=False)
@@ -306,10 +305,10 @@ def thinking_variables(model: ModelText, *, is_on: bool) -> dict[str, Any]:
     return {name: is_on for name in ("enable_thinking", "thinking") if model.template.reads(name)}
 
 
-def _goes_on(fields: ChatFields) -> bool:
-    """Return whether the answer continues the last message. Raises BadRequest."""
+def _ending(fields: ChatFields) -> Ending:
+    """Return how the prompt ends. Raises BadRequest."""
     if not fields.continue_final_message:
-        return False
+        return Ending.NOTHING if fields.add_generation_prompt is False else Ending.TURN
     if fields.add_generation_prompt is not False:
         raise BadRequest(
             "continue_final_message needs add_generation_prompt to be false: the answer continues the last message "
@@ -320,7 +319,7 @@ def _goes_on(fields: ChatFields) -> bool:
         raise BadRequest(
             "continue_final_message needs the last message to be one of the assistant", param="continue_final_message"
         )
-    return True
+    return Ending.OPEN
 
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:

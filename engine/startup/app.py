@@ -33,7 +33,7 @@ from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.generation import Generation
-from engine.server.keys import ApiKeys
+from engine.server.http.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import ServerState

@@ -11,7 +11,7 @@ from engine.contract.events import Tier
 from engine.contract.keys import key_seed, prefix_keys
 from engine.contract.requests import Endpoint, request_head
 from tests.engine.server.conftest import MODEL, Engine, Start
-from tests.engine.server.scripted import Scripted, all_marks, speak, tokenizer_with
+from tests.engine.server.tools.scripted import Scripted, all_marks, speak, tokenizer_with
 from tests.engine.text.calls.templates import TEMPLATES
 from tests.engine.text.calls.writers import SCHEMA, WRITERS
 
