@@ -57,11 +57,6 @@ EXCUSED = (
     ),
     Excused(
         "parameters",
-        "router/choosing/chooser.py::Chooser.__init__",
-        "where index, views and policies meet: still to be taken apart",
-    ),
-    Excused(
-        "parameters",
         "tests/engine/cuda/kernels/test_attention_seam.py::Wrapper.plan",
         "stands in for a function of another library, which has these parameters",
     ),

@@ -11,7 +11,7 @@ from engine.contract.requests import Endpoint
 from loadgen.simulate.pods.pod import Report
 from loadgen.simulate.pods.routing import Offered, Scrape
 from loadgen.simulate.pods.timeline import Timeline
-from router.choosing.chooser import Choice, Chooser
+from router.choosing.chooser import Choice, Chooser, Knowledge
 from router.choosing.peer_reports import PeerReports
 from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
@@ -29,7 +29,7 @@ from router.registry.index import PrefixIndex
 from router.registry.reader import RegistryStatus
 from router.routing.policies import make_policy
 from router.routing.prefill_shares import ModelShares
-from router.settings.constants import CONSTANTS
+from router.settings.constants import CONSTANTS, Constants
 from router.telemetry.metrics import Metrics
 from router.views.reported import Counts
 from router.views.sent import Mark
@@ -111,16 +111,11 @@ class Gateway:
         self._policy: Policy = make_policy(policy) if made is None else made
         self._sent_reports = SentReports(lambda pod: publishes, self._outbox, self._clock)
         self._chooser = Chooser(
-            self._serving,
-            self._index,
-            _Registry(publishes),
+            Knowledge(self._serving, self._index, _Registry(publishes), self._estimates),
             lambda: {policy: self._policy},
-            self._estimates,
             Metrics(),
+            Constants(stride_bytes=stride),
             clock=self._clock,
-            stride=stride,
-            speculation_ttl_s=CONSTANTS.speculation_ttl_s,
-            foreign_ttl_s=CONSTANTS.foreign_ttl_s,
             sent_reports=self._sent_reports,
             name=f"{number:08}",
         )

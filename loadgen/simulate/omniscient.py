@@ -61,6 +61,8 @@ class ExactPod:
             others_uncached=0.0,
             own_uncached=self.uncached_tokens,
             in_flight=self.in_flight,
+            is_busy=self.in_flight > 0,
+            has_waiting=self.in_flight > self.decoding,
             decoding=self.decoding,
             context_tokens=self.context_tokens,
             stepped_s=-math.inf,

@@ -32,6 +32,7 @@ from router.routing.fetching import add_shared
 from router.routing.predicted_ttft import PredictedTtft
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
+from router.settings.constants import Constants
 from router.telemetry.metrics import Metrics
 from router.views.latency import prefill_s
 from router.views.pod_partition import Gateways
@@ -75,22 +76,27 @@ class ServingPods(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What decisions rest on: the pods, what their caches hold, which of them report, and each model's ratios."""
+
+    fleet: ServingPods
+    index: PrefixIndex
+    registry: RegistryView
+    estimates: Estimates
+
+
 class Chooser:
     """Decides which pod a request goes to. It never awaits, so what it reads and what it records are consistent."""
 
     def __init__(
         self,
-        fleet: ServingPods,
-        index: PrefixIndex,
-        registry: RegistryView,
+        knowledge: Knowledge,
         make_policies: Callable[[], Mapping[str, Policy]],
-        estimates: Estimates,
         metrics: Metrics,
+        constants: Constants,
         *,
         clock: Clock,
-        stride: int,
-        speculation_ttl_s: float,
-        foreign_ttl_s: float,
         shadows: Shadows | None = None,
         sent_reports: SentReports | None = None,
         name: str = "",
@@ -102,19 +108,17 @@ class Chooser:
         self.name = name or uuid.uuid4().hex
         self.observer: ScoreObserver | None = None
         self._clock = clock
-        self._fleet = fleet
-        self._index = index
-        self._registry = registry
+        self._fleet = knowledge.fleet
+        self._index = knowledge.index
+        self._registry = knowledge.registry
+        self._estimates = knowledge.estimates
+        self._constants = constants
         self._make_policies = make_policies
         self._policies: dict[str, Mapping[str, Policy]] = {}
         self._shares: dict[str, ModelShares] = {}
-        self._estimates = estimates
         self._metrics = metrics
-        self._stride = stride
-        self._speculation_ttl_s = speculation_ttl_s
-        self._foreign_ttl_s = foreign_ttl_s
         self._shadows = shadows
-        self._tables = Tables(index.rooms)
+        self._tables = Tables(knowledge.index.rooms)
         self._sent_reports = sent_reports
         outbox = None if sent_reports is None else sent_reports.outbox
         self._gateways = Gateways("" if outbox is None else f"{outbox.life:x}")
@@ -133,13 +137,14 @@ class Chooser:
         pod = choice.pod
         taken = None
         work_s = prefill_s(pod.state.cost, max(0, inbound.prompt_tokens - choice.cached_tokens), inbound.prompt_tokens)
-        if self._registry.reports(pod.pod_id):
+        reports = self._registry.reports(pod.pod_id)
+        if reports:
             self._shares[inbound.model].prefill.sent(work_s)
         else:
             tokens = inbound.prompt_tokens + inbound.output_tokens
             taken = Taken(tokens, inbound.tokens_per_stride, pod.facts.kv_capacity_tokens, pod.facts.block_tokens)
             self._gateways.sent(work_s, now_s)
-        self.remember(pod.pod_id, inbound.keys, now_s, taken)
+        self._index.speculate(pod.pod_id, inbound.keys, now_s, self._ttl_s(pod.pod_id, reports=reports), taken)
         if inbound.model in pod.facts.adapters:
             choice.loads_adapter = pod.adapters.loads(inbound.model)
             pod.adapters.used(inbound.model)
@@ -172,7 +177,7 @@ class Chooser:
         now_s = self._clock()
         predictor = self._policies_of(inbound.model)["predicted_ttft"]
         assert isinstance(predictor, PredictedTtft)
-        seen, _ = self._candidates(inbound, self._pods(inbound, ()), (), now_s)
+        seen = self._candidates(inbound, self._pods(inbound, ()), (), now_s)
         return float(predictor.ttfts_s(self._info(inbound, now_s), seen).min())
 
     def patience_s(self, inbound: Inbound, without_room: Collection[PodId]) -> float:
@@ -203,17 +208,15 @@ class Chooser:
     ) -> tuple[Choice, Sequence[Pod], CandidatePods]:
         pods = self._pods(inbound, excluded)
         policy = self._policy(inbound, now_s)
-        seen, sets = self._candidates(inbound, pods, excluded, now_s)
+        seen = self._candidates(inbound, pods, excluded, now_s)
         decision = policy.choose(self._info(inbound, now_s), seen, explain=explain)
-        rows_of, row = seen.table.rows, decision.pod
-        held = next((strides for pod_ids, strides in reversed(sets) if row in rows_of(pod_ids)), 0)
-        return Choice(pods[row], policy.name, decision, held), pods, seen
+        pod = pods[decision.pod]
+        return Choice(pod, policy.name, decision, self._index.strides_of(pod.pod_id, inbound.keys, now_s)), pods, seen
 
     def _candidates(
         self, inbound: Inbound, pods: Sequence[Pod], excluded: Collection[PodId], now_s: float
-    ) -> tuple[CandidatePods, list[tuple[tuple[PodId, ...], int]]]:
-        """Return the state of the pods, and which of them hold how many strides of the request. `pods`: without those
-        `excluded`."""
+    ) -> CandidatePods:
+        """Return the state of the pods, with what they hold of the request. `pods`: without those `excluded`."""
         if excluded:
             table = self._tables.without(inbound.model, self._fleet.pods(inbound.model), excluded)
         else:
@@ -232,7 +235,7 @@ class Chooser:
             seen.room = table.room if self._shadows is None else table.room.copy()
         if inbound.model in pods[0].facts.adapters and len(pods) <= MOST_WITH_ADAPTERS:
             seen.adapter_s = np.array([_adapter_s(pod, inbound.model) for pod in pods])
-        return seen, sets
+        return seen
 
     def undo(self, inbound: Inbound, choice: Choice) -> Keys:
         """Take back a choice whose request did not run. Return the keys that the pod no longer counts as holding."""
@@ -286,7 +289,7 @@ class Chooser:
 
         The slack allows for cached tokens that come in blocks, and for bytes that do not map evenly to tokens.
         """
-        held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._stride)
+        held = math.ceil(cached_tokens / prompt_tokens * inbound.prompt_bytes / self._constants.stride_bytes)
         slack = 2 + choice.strides // 8
         if abs(held - choice.strides) <= slack:
             return
@@ -307,7 +310,7 @@ class Chooser:
 
         `taken`: the room that the request takes in the cache of a pod that publishes nothing, if not counted before.
         """
-        self._index.speculate(pod, keys, now_s, self._ttl_s(pod), taken)
+        self._index.speculate(pod, keys, now_s, self._ttl_s(pod, reports=self._registry.reports(pod)), taken)
 
     def heard(
         self, pod: Pod, request: str, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, at_s: float
@@ -333,7 +336,7 @@ class Chooser:
         key. Half of what the pod holds would then be dropped for lack of room.
         """
         facts, strides = pod.facts, len(routed.keys)
-        key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._stride
+        key_tokens = self._estimates.of(pod.model).tokens_per_byte * self._constants.stride_bytes
         key_tokens = max(key_tokens, routed.prompt_tokens / (strides + 1))
         if strides:
             key_tokens = min(key_tokens, routed.prompt_tokens / strides)
@@ -360,16 +363,16 @@ class Chooser:
 
     def assume(self, pod: PodId, runs: Sequence[Run], now_s: float) -> None:
         """Take over what another gateway believes that the pod holds."""
-        self._index.assume(pod, runs, now_s, self._ttl_s(pod))
+        self._index.assume(pod, runs, now_s, self._ttl_s(pod, reports=self._registry.reports(pod)))
 
     def assumed(self, pod: PodId) -> Sequence[Run]:
         """Return what this gateway believes that the pod holds, for other gateways."""
         return self._index.assumed(pod)
 
-    def _ttl_s(self, pod: PodId) -> float:
-        if self._registry.reports(pod):
-            return self._speculation_ttl_s
-        return math.inf if self._index.capacity_is_told(pod) else self._foreign_ttl_s
+    def _ttl_s(self, pod: PodId, *, reports: bool) -> float:
+        if reports:
+            return self._constants.speculation_ttl_s
+        return math.inf if self._index.capacity_is_told(pod) else self._constants.foreign_ttl_s
 
     def _pods(self, inbound: Inbound, excluded: Collection[PodId]) -> Sequence[Pod]:
         pods: Sequence[Pod] = self._fleet.pods(inbound.model)

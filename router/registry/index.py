@@ -148,6 +148,14 @@ class PrefixIndex:
         self._add_tiers(matches, host, disk)
         return sets, {pod: match for pod, match in matches.items() if match.host_strides or match.disk_strides}
 
+    def strides_of(self, pod: PodId, keys: Sequence[PrefixKey], now_s: float) -> int:
+        """Return how many leading keys the pod holds, in any tier. Fast after `match_sets` with the same keys."""
+        slot = self._slots.get(pod)
+        if slot is None:
+            return 0
+        ends, _, _ = self._ends(keys, now_s)
+        return next((held for slots, held in ends if slots >> slot & 1), 0)
+
     def _ends(self, keys: Sequence[PrefixKey], now_s: float) -> _Ends:
         """Return masks of slots, each with the strides that its slots hold: in any tier, in host memory, on disk.
         In the latter two, a slot may be in several masks, whose strides add up."""

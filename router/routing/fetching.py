@@ -47,9 +47,9 @@ def fetch_or_compute_s(tiers: TierTokens, cost: Any, uncached: Any, prompt: int)
 def add_shared(pods: CandidatePods) -> None:
     """Set the `shared` tokens of each pod that fetches them from the shared tier faster than it computes them."""
     matched, columns = pods.matched, pods.columns
-    reaches = columns.shared_token_s > 0
-    if matched is None or not reaches.any():
+    if matched is None or not pods.table.has_shared_tier:
         return
+    reaches = columns.shared_token_s > 0
     longest = float(matched[reaches].max())
     tokens = np.maximum(longest - matched, 0.0)
     seconds = columns.shared_latency_s + columns.shared_token_s * tokens

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.contract.keys import PrefixKey
-from router.routing.terms import Estimate, replication_s
-from router.views.table import CandidatePods, Floats, number_at
+from router.routing.terms import Estimate
+from router.views.table import CandidatePods, Floats, largest, smallest
 from router.views.types import RequestInfo
 
 _HALF_LIFE_S = 10.0
@@ -68,7 +68,7 @@ def pods_lacking(request: RequestInfo, pods: CandidatePods) -> int | None:
     """Return how many pods hold less than the longest match; None if no other gateway tells of its copies."""
     if request.partition is None or not request.partition.is_synced:
         return None
-    return 0 if pods.matched is None else int((pods.matched < pods.longest).sum())
+    return 0 if pods.matched is None else int(np.count_nonzero(pods.matched < pods.longest))
 
 
 def owed_after(at: Estimate, scores: Floats, chosen: int) -> float:
@@ -78,16 +78,16 @@ def owed_after(at: Estimate, scores: Floats, chosen: int) -> float:
     Other gateways' losses are not known here. This gateway's requests are `RequestInfo.share` of all, and stand for the
     rest.
     """
-    duplicate_s = at.duplicate_s
+    lacking, duplicate_s, credit_s = at.lacking, at.duplicate_s, at.credit_s
     if duplicate_s is None:
         return 0.0
-    lacking = duplicate_s.nonzero()[0]
-    owed_s, best_s, credit_s = at.owed_s, float(scores[chosen]), -1.0 * replication_s(at)
+    owed_s, best_s = at.owed_s, float(scores[chosen])
     if duplicate_s[chosen]:
-        best_s = float(scores[duplicate_s == 0].min())
+        paid_s = 0.0 if credit_s is None else float(credit_s[chosen])
         # The request itself pays what it saves by not waiting for a pod that holds a copy.
-        paid_s = number_at(credit_s, chosen)
-        owed_s -= min(paid_s, max(0.0, float(scores[chosen]) + paid_s - best_s))
-    with_copy_s = (scores + credit_s - duplicate_s)[lacking]
-    saved_s = math.fsum(np.maximum(best_s - with_copy_s, 0.0).tolist()) / len(lacking)
-    return min(owed_s + saved_s / at.request.share, float(duplicate_s.max()))
+        holding_s = smallest(scores[duplicate_s == 0])
+        owed_s -= min(paid_s, max(0.0, best_s + paid_s - holding_s))
+        best_s = holding_s
+    with_copy_s = (scores if credit_s is None else scores + credit_s) - duplicate_s
+    saved_s = math.fsum(np.maximum(best_s - with_copy_s[lacking], 0.0).tolist()) / len(lacking)
+    return min(owed_s + saved_s / at.request.share, largest(duplicate_s))

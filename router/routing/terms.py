@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from router.routing.fetching import fetch_or_compute_s
 from router.views import latency
 from router.views.latency import STEP_TOKENS
 from router.views.pod_partition import spared_unseen_s
-from router.views.table import CandidatePods, Floats, Seconds
+from router.views.table import CandidatePods, Floats, Ints, Seconds
 from router.views.types import RequestInfo
 
 SAME_SPEED = 0.5
@@ -28,6 +28,7 @@ STALL_WEIGHT = 0.05
 answer."""
 _FOLLOW = 0.02
 """Weight of a request in the means of `Usual`."""
+_NO_ROWS: Ints = np.zeros(0, dtype=np.intp)
 
 
 class Usual:
@@ -54,7 +55,10 @@ class Estimate:
 
     __slots__ = (
         "cost",
+        "credit_s",
         "duplicate_s",
+        "lacking",
+        "least_prefill_s",
         "least_uncached",
         "owed_s",
         "pods",
@@ -62,6 +66,7 @@ class Estimate:
         "queued_s",
         "request",
         "speeds",
+        "stall_weights",
         "stalling_s",
         "step_s",
         "uncached",
@@ -74,7 +79,9 @@ class Estimate:
         self.request, self.pods, self.usual, self.owed_s = request, pods, usual, owed_s
         self.speeds = speeds = pods.table.speeds(SAME_SPEED)
         cost: Any = speeds if speeds.unlike else speeds.median
-        uncached: Any = prompt if pods.matched is None else np.maximum(prompt - pods.matched, 1.0)
+        uncached: Any = prompt if pods.matched is None else prompt - pods.matched
+        if pods.longest >= prompt:
+            uncached = np.maximum(uncached, 1.0)  # of a prompt that is cached whole, the last token is computed
         self.cost = cost
         """Has the fields of a `StepCost`: the formulas take arrays in place of numbers."""
         self.uncached = uncached
@@ -82,24 +89,33 @@ class Estimate:
         self.least_uncached = max(1, prompt - pods.longest)
         """Prompt tokens that no pod holds."""
         self.prefill_s: Any = latency.prefill_s(cost, uncached, prompt)
+        self.least_prefill_s: Any = latency.prefill_s(cost, self.least_uncached, prompt)
+        """The prefill on a pod of the same speed with the longest match."""
+        self.stall_weights: Floats = STALL_WEIGHT * columns.decoding
+        """What a second of prefill costs the requests that decode on each pod."""
         self.stalling_s: Any = lesser(self.prefill_s, usual.prefill_s)
         """The part of the prefill that requests which decode now still see: a prefill much longer than usual outlasts
         them."""
-        step_s: Any = latency.decode_s(cost, cast(Any, columns.decoding), cast(Any, columns.context_tokens))
-        self.step_s: Floats = step_s
+        self.step_s = self._step_s()
         """A step of each pod without its prefill."""
         self.queued_s: Floats = np.maximum(pods.free_at_s(request.now_s) - request.now_s, 0.0)
         """The prefill queued on each pod. If a pod counts as fast as its peers, so does its queue, which was computed
         with the pod's own speed."""
         if speeds.own_share is not None:
             self.queued_s *= speeds.own_share
-        self.duplicate_s = self._duplicate_s()
+        self.lacking = _NO_ROWS if pods.matched is None else (uncached > self.least_uncached).nonzero()[0]
+        """The rows of the pods that hold less than the longest match."""
+        self.duplicate_s = self._duplicate_s() if len(self.lacking) else None
         """What a pod with the longest match would save: of prefill, and of the delay to decoding requests. None if no
         pod would save anything."""
+        self.credit_s = None if self.duplicate_s is None or not owed_s else self._credit_s(self.duplicate_s)
+        """What of the seconds owed to the prefix counts for a pod that would hold another copy; None: nothing."""
 
     def ttft_s(self) -> Floats:
         """Return the predicted times to first token."""
-        return cast(Floats, _sum(TTFT_TERMS, self))
+        ttft_s = _sum(TTFT_TERMS, self)
+        assert not isinstance(ttft_s, float)  # a queue differs from pod to pod
+        return ttft_s
 
     def scores(self, ttft_s: Floats) -> Floats:
         """Return the scores, for the predicted times to first token."""
@@ -109,20 +125,28 @@ class Estimate:
         """Return every term by name."""
         return {term.__name__: term(self) for term in (*TTFT_TERMS, *DELAY_TERMS, *REPLICATION_TERMS)}
 
-    def least_prefill_s(self) -> Seconds:
-        """Return the prefill on a pod of the same speed with the longest match."""
-        return cast(Seconds, latency.prefill_s(self.cost, self.least_uncached, self.request.prompt_tokens))
+    def _step_s(self) -> Seconds:
+        cost, columns = self.cost, self.pods.columns
+        if not self.speeds.unlike and not (cost.sequence_s or cost.context_s):
+            return self.speeds.median.base_s  # the same for all, as for all engines whose speed is learnt
+        decoding: Any = columns.decoding
+        context_tokens: Any = columns.context_tokens
+        step_s: Any = latency.decode_s(cost, decoding, context_tokens)
+        seconds: Floats = step_s
+        return seconds
 
-    def _duplicate_s(self) -> Floats | None:
-        if self.pods.matched is None:
-            return None
-        is_further = self.uncached > self.least_uncached
-        if not is_further.any():
-            return None
-        least_s = self.least_prefill_s()
-        stalls = STALL_WEIGHT * self.pods.columns.decoding
-        saved_s = self.prefill_s - least_s + stalls * (self.stalling_s - lesser(least_s, self.usual.prefill_s))
-        return cast(Floats, saved_s * is_further)
+    def _duplicate_s(self) -> Floats:
+        delay_s = self.stalling_s - lesser(self.least_prefill_s, self.usual.prefill_s)
+        saved_s: Floats = self.prefill_s - self.least_prefill_s + self.stall_weights * delay_s
+        return saved_s
+
+    def _credit_s(self, duplicate_s: Floats) -> Floats:
+        beyond_s = self.least_prefill_s - self.usual.least_prefill_s
+        credit_s: Floats = np.minimum(self.owed_s, duplicate_s)
+        if isinstance(beyond_s, float) and beyond_s <= 0:
+            return credit_s
+        credit_s -= credit_s * np.maximum(beyond_s, 0.0) / self.prefill_s
+        return credit_s
 
 
 def queue_s(at: Estimate) -> Floats:
@@ -132,22 +156,27 @@ def queue_s(at: Estimate) -> Floats:
     early end is not relied on, because a request that comes a moment too late waits for the whole next step.
     """
     columns, step_s = at.pods.columns, at.step_s
+    if isinstance(step_s, float) and not step_s:
+        return at.queued_s
     left_s = np.maximum(step_s / 2, step_s - (at.request.now_s - columns.stepped_s))
-    return cast(Floats, np.maximum(at.queued_s, left_s * (columns.in_flight > 0)))
+    waits_s: Floats = np.maximum(at.queued_s, left_s * columns.is_busy)
+    return waits_s
 
 
 def prefill_s(at: Estimate) -> Seconds:
     """Return the seconds of the request's own prefill: `u * token_s + attention` of `u` uncached tokens
     (`latency.prefill_s`)."""
-    return cast(Seconds, at.prefill_s)
+    seconds: Seconds = at.prefill_s
+    return seconds
 
 
-def decode_s(at: Estimate) -> Floats:
+def decode_s(at: Estimate) -> Seconds:
     """Return the seconds of decoding in the steps of the prefill: `max(1, u / STEP_TOKENS)` times a step
     (`latency.decode_s`)."""
     if at.request.prompt_tokens <= STEP_TOKENS:
         return at.step_s
-    return cast(Floats, at.step_s * np.maximum(at.uncached / STEP_TOKENS, 1.0))
+    seconds: Seconds = at.step_s * np.maximum(at.uncached / STEP_TOKENS, 1.0)
+    return seconds
 
 
 def fetch_s(at: Estimate) -> Seconds:
@@ -179,20 +208,22 @@ def overhead_s(at: Estimate) -> Floats:
 def externality_s(at: Estimate) -> Seconds:
     """Return the seconds by which the prefill delays requests that come later: its length, but at most the mean queue,
     because later requests go elsewhere from a pod with more."""
-    return cast(Seconds, lesser(at.prefill_s, float(at.queued_s.sum()) / len(at.queued_s)))
+    delay_s: Seconds = lesser(at.prefill_s, float(at.queued_s.sum()) / len(at.queued_s))
+    return delay_s
 
 
 def shared_step_s(at: Estimate) -> Floats:
     """Return the seconds that the prefill adds to the step that it shares with a waiting request, at most a full
     step's."""
-    columns = at.pods.columns
-    shared_s = np.minimum(at.stalling_s, STEP_TOKENS * at.cost.token_s)
-    return cast(Floats, shared_s * (columns.in_flight > columns.decoding))
+    full_step_s = STEP_TOKENS * at.cost.token_s
+    shared_s: Floats = lesser(at.stalling_s, full_step_s) * at.pods.columns.has_waiting
+    return shared_s
 
 
 def stall_s(at: Estimate) -> Floats:
     """Return `STALL_WEIGHT` times the seconds by which the prefill delays the tokens of decoding requests."""
-    return cast(Floats, STALL_WEIGHT * at.pods.columns.decoding * at.stalling_s)
+    delay_s: Floats = at.stall_weights * at.stalling_s
+    return delay_s
 
 
 def evict_s(at: Estimate) -> Seconds:
@@ -202,7 +233,8 @@ def evict_s(at: Estimate) -> Seconds:
     if not request.regret or room is None:
         return 0.0
     evicted = np.maximum(at.uncached + request.output_tokens - room, 0.0)
-    return cast(Floats, request.regret * at.cost.token_s * evicted)
+    again_s: Floats = request.regret * at.cost.token_s * evicted
+    return again_s
 
 
 def unseen_s(at: Estimate) -> Seconds:
@@ -227,16 +259,14 @@ def replication_s(at: Estimate) -> Seconds:
     A request with more of its own to compute than usual gets only a part of it. Such a request waits for a pod that
     holds the prefix, and a later one makes the copy. Otherwise the slowest first tokens would get slower still.
     """
-    if not at.owed_s or at.duplicate_s is None:
-        return 0.0
-    credit_s = np.minimum(at.owed_s, at.duplicate_s)
-    beyond_s = np.maximum(at.least_prefill_s() - at.usual.least_prefill_s, 0.0)
-    return cast(Floats, credit_s * (beyond_s / at.prefill_s - 1))
+    return 0.0 if at.credit_s is None else -at.credit_s
 
 
-def lesser(seconds: Any, limit: float) -> Any:
-    """Return the lesser of two numbers, for each pod if there is one for each."""
-    return min(seconds, limit) if isinstance(seconds, float) else np.minimum(seconds, limit)
+def lesser(seconds: Any, limit: Any) -> Any:
+    """Return the lesser of two numbers, for each pod if one of them is for each pod."""
+    if isinstance(seconds, float) and isinstance(limit, float):
+        return seconds if seconds <= limit else limit
+    return np.minimum(seconds, limit)
 
 
 Term = Callable[[Estimate], Seconds]

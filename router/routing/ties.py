@@ -15,7 +15,7 @@ from router.routing.recent import RecentWork
 from router.routing.terms import Estimate
 from router.views.pick import by_hash
 from router.views.pod_partition import PodPartition
-from router.views.table import Floats, Ints, number_at
+from router.views.table import Floats, Ints, number_at, smallest
 
 TIE_SHARE = 0.6
 """Scores that differ by less than this share of a prefill count as equal: predictions of queues err by as much. The
@@ -71,8 +71,7 @@ def same_speed(tie: Tie, rows: Ints) -> Ints:
 def fewest_waiting(tie: Tie, rows: Ints) -> Ints:
     """Leave the pods with the fewest requests that wait for a first token."""
     columns = tie.at.pods.columns
-    waiting: Floats = np.maximum(columns.in_flight[rows] - columns.decoding[rows], 0.0)
-    return _least(rows, waiting)
+    return _least(rows, np.maximum(columns.in_flight[rows] - columns.decoding[rows], 0.0))
 
 
 def idle_first(tie: Tie, rows: Ints) -> Ints:
@@ -80,7 +79,7 @@ def idle_first(tie: Tie, rows: Ints) -> Ints:
     if tie.at.request.partition is not None:
         return rows
     is_idle = tie.at.pods.columns.in_flight[rows] == 0
-    return rows[is_idle] if is_idle.any() else rows
+    return _if_any(rows[is_idle], rows)
 
 
 def own_pods_first(tie: Tie, rows: Ints) -> Ints:
@@ -88,8 +87,7 @@ def own_pods_first(tie: Tie, rows: Ints) -> Ints:
     partition = tie.at.request.partition
     if partition is None:
         return rows
-    is_own = _is_own(partition, rows, len(tie.scores))
-    return rows[is_own] if is_own.any() else rows
+    return _if_any(rows[_is_own(partition, rows, len(tie.scores))], rows)
 
 
 def least_recent_work(tie: Tie, rows: Ints) -> Ints:
@@ -150,8 +148,12 @@ def _all_rows(tie: Tie) -> Ints:
 
 
 def _least(rows: Ints, numbers: Floats) -> Ints:
-    is_least: NDArray[np.bool_] = numbers == numbers.min()
-    return rows[is_least]
+    least: Ints = rows[numbers == smallest(numbers)]
+    return least
+
+
+def _if_any(some: Ints, rows: Ints) -> Ints:
+    return some if len(some) else rows
 
 
 def _is_own(partition: PodPartition, rows: Ints, pods: int) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from aiohttp import web
 
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.learnt_values import LearntValues
 from router.choosing.peer_setup import make_peer_sync, new_outbox
 from router.choosing.registry_view import RegistryView, WithEvents
@@ -152,16 +152,11 @@ def _deciding(app: web.Application, registry: RegistryView, estimates: Estimates
         return {name: make_policy(name, options) for name in POLICY_NAMES}
 
     app[CHOOSER] = chooser = Chooser(
-        fleet,
-        index,
-        registry,
+        Knowledge(fleet, index, registry, estimates),
         make_policies,
-        estimates,
         metrics,
+        constants,
         clock=asyncio.get_running_loop().time,
-        stride=constants.stride_bytes,
-        speculation_ttl_s=constants.speculation_ttl_s,
-        foreign_ttl_s=constants.foreign_ttl_s,
         shadows=Shadows(settings.shadow_policies, make_policies, metrics) if settings.shadow_policies else None,
         sent_reports=sent_reports,
     )

@@ -26,7 +26,8 @@ def prefill_s(cost: StepCost, uncached_tokens: float, prompt_tokens: float) -> f
 
     The second part is the attention of these tokens over everything before them.
     """
-    return uncached_tokens * (cost.token_s + cost.attention_s * (prompt_tokens - uncached_tokens / 2))
+    # What is the same for all pods stands together: numpy then has three operations, not five.
+    return uncached_tokens * (cost.token_s + cost.attention_s * prompt_tokens - cost.attention_s / 2 * uncached_tokens)
 
 
 def decode_s(cost: StepCost, decoding: int, context_tokens: float) -> float:

@@ -29,6 +29,10 @@ class PodRow(NamedTuple, Generic[Number]):
     """The others' prompt tokens still to be prefilled at that report, times the trust in it."""
     own_uncached: Number
     in_flight: Number
+    is_busy: Number
+    """1 if any request is in flight, else 0."""
+    has_waiting: Number
+    """1 if some request in flight does not decode yet, else 0."""
     decoding: Number
     context_tokens: Number
     stepped_s: Number

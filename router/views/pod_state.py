@@ -317,10 +317,13 @@ class PodState:
         self._settle(now_s)
         pending, decoding, context, speed = len(self._pending), len(self._decoding), self._context_tokens, self.speed
         in_flight = pending + decoding
-        step_s = self._step_s() if pending or self._overdue_elsewhere else 0.0
         reported, others = self._reported, self._reported.others
-        due_s = self._overdue_elsewhere.late_from_s(now_s, speed.spread)
-        until_s = self._overdue_elsewhere.known_until_s()
+        step_s, due_s, until_s = 0.0, math.inf, math.inf
+        if self._overdue_elsewhere:
+            due_s = self._overdue_elsewhere.late_from_s(now_s, speed.spread)
+            until_s = self._overdue_elsewhere.known_until_s()
+        if pending or due_s < math.inf:
+            step_s = self._step_s()
         for request in self._pending.values():
             if request.streams:
                 due_s = min(due_s, request.late_from_s(speed.spread, reported.unsure_s(step_s)))
@@ -349,6 +352,8 @@ class PodState:
             others_uncached,
             self._pending_tokens,
             in_flight,
+            in_flight > 0,
+            in_flight > decoding,
             decoding,
             context,
             self._stepped_s,

@@ -20,7 +20,7 @@ from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.fleet.facts import EngineFacts
 from router.fleet.pod import Pod
@@ -29,6 +29,7 @@ from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.registry.room import Taken
 from router.routing.policies import POLICY_NAMES
+from router.settings.constants import Constants
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
 from tests.bench.gateway.bench_policies import (
@@ -89,16 +90,11 @@ class World:
             self._requests = [tuple(PrefixKey(rng.getrandbits(64)) for _ in range(STRIDES)) for _ in range(400)]
         self._open: deque[tuple[Pod, str]] = deque()
         self._chooser = Chooser(
-            self._serving,
-            index,
-            NoRegistry(),
+            Knowledge(self._serving, index, NoRegistry(), Estimates()),
             make_policies,
-            Estimates(),
             Metrics(),
+            Constants(stride_bytes=4 * STRIDE_TOKENS),
             clock=lambda: self.now_s,
-            stride=4 * STRIDE_TOKENS,
-            speculation_ttl_s=10.0,
-            foreign_ttl_s=600.0,
         )
 
     def decide(self, number: int) -> tuple[str, float]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.fleet.discovery import EngineAddress
 from router.fleet.member import Member
@@ -30,6 +30,7 @@ from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId, PodScore
 
@@ -88,16 +89,11 @@ async def spent_ms(pods: int) -> float:
     fleet, index, metrics = Fleet(pods), PrefixIndex(), Metrics()
     room = SimpleNamespace(waiting=lambda: {"m": 0}, waiting_tenants=lambda: {})
     chooser = Chooser(
-        fleet,
-        index,
-        cast(Any, SimpleNamespace(expired=False, reports=NoRegistry().reports)),
+        Knowledge(fleet, index, cast(Any, SimpleNamespace(expired=False, reports=NoRegistry().reports)), Estimates()),
         lambda: {name: make_policy(name) for name in POLICY_NAMES},
-        Estimates(),
         metrics,
+        CONSTANTS,
         clock=loop.time,
-        stride=256,
-        speculation_ttl_s=10.0,
-        foreign_ttl_s=600.0,
     )
     snapshots = Snapshots(cast(Any, fleet), index, cast(Any, room))
     snapshots.waiting = lambda: {"models": {}, "tenants": {}}  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.choosing.shadow import Shadows
 from router.fleet.pod import Pod
@@ -20,6 +20,7 @@ from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.settings.constants import Constants
 from router.telemetry.metrics import Metrics
 from router.views.pod_state import PodState
 from router.views.table import PodTable, Policy
@@ -99,16 +100,11 @@ def shadowed_us(shadow_counts: Sequence[Sequence[str]], pods: int, rounds: int =
             index.apply(rng.choice(list(fleet)), (), (keys, (), ()))
         choosers.append(
             Chooser(
-                Serving(fleet),
-                index,
-                NoRegistry(),
+                Knowledge(Serving(fleet), index, NoRegistry(), Estimates()),
                 make_policies,
-                Estimates(),
                 metrics,
+                Constants(stride_bytes=4 * STRIDE_TOKENS),
                 clock=lambda: now_s,
-                stride=4 * STRIDE_TOKENS,
-                speculation_ttl_s=10.0,
-                foreign_ttl_s=600.0,
                 shadows=Shadows(shadows, make_policies, metrics) if shadows else None,
             )
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
@@ -22,6 +22,7 @@ from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.registry.learnt import LearntTokens
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.settings.constants import Constants
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
 
@@ -39,16 +40,11 @@ class One:
         self.has_left = False
         self.index, self.estimates = PrefixIndex(), Estimates()
         self.chooser = Chooser(
-            self,
-            self.index,
-            NoRegistry(),
+            Knowledge(self, self.index, NoRegistry(), self.estimates),
             lambda: {name: make_policy(name) for name in POLICY_NAMES},
-            self.estimates,
             Metrics(),
+            Constants(stride_bytes=STRIDE),
             clock=lambda: 0.0,
-            stride=STRIDE,
-            speculation_ttl_s=10.0,
-            foreign_ttl_s=600.0,
         )
 
     def pods(self, model: str) -> Sequence[Pod]:

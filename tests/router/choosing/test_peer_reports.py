@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.contract.keys import PrefixKey
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.peer_reports import PeerReports
 from router.choosing.registry_view import NoRegistry
 from router.fleet.pod import Pod
@@ -24,6 +24,7 @@ from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.routing.policies import make_policy
+from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId, RequestInfo
 
@@ -55,16 +56,11 @@ class Gateway:
         self.policy = Watched()
         sent_reports = SentReports(lambda pod: False, Outbox(Life(1), "one", 256), lambda: self.now_s)
         chooser = Chooser(
-            self,
-            PrefixIndex(),
-            NoRegistry(),
+            Knowledge(self, PrefixIndex(), NoRegistry(), Estimates()),
             lambda: {"predicted_ttft": self.policy},
-            Estimates(),
             Metrics(),
+            CONSTANTS,
             clock=lambda: self.now_s,
-            stride=256,
-            speculation_ttl_s=10.0,
-            foreign_ttl_s=600.0,
             sent_reports=sent_reports,
         )
         by_id = {pod.pod_id: pod for pod in self.fleet}

@@ -11,7 +11,7 @@ import pytest
 from engine.contract.keys import PrefixKey
 from engine.contract.load import LoadReport, StepCost
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Chooser
+from router.choosing.chooser import Chooser, Knowledge
 from router.choosing.pod_tables import Tables
 from router.choosing.registry_view import NoRegistry
 from router.fleet.facts import EngineFacts
@@ -23,6 +23,7 @@ from router.registry.index import PrefixIndex
 from router.registry.room import Taken
 from router.registry.rooms import Rooms
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
 from router.views.types import PodId
 
@@ -40,16 +41,11 @@ class World:
         self.now_s = 0.0
         self.index = PrefixIndex()
         self.chooser = Chooser(
-            self,
-            self.index,
-            NoRegistry(),
+            Knowledge(self, self.index, NoRegistry(), Estimates()),
             lambda: {name: make_policy(name) for name in POLICY_NAMES},
-            Estimates(),
             Metrics(),
+            CONSTANTS,
             clock=lambda: self.now_s,
-            stride=256,
-            speculation_ttl_s=10.0,
-            foreign_ttl_s=600.0,
         )
 
     def pods(self, model: str) -> Sequence[Pod]:

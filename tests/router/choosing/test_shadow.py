@@ -18,7 +18,7 @@ from engine.contract import headers
 from engine.contract.keys import PrefixKey
 from engine.contract.load import StepCost
 from engine.contract.requests import Endpoint
-from router.choosing.chooser import Choice, Chooser
+from router.choosing.chooser import Choice, Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.choosing.shadow import Shadows
 from router.engines.usage import Usage
@@ -28,6 +28,7 @@ from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
 from router.routing.policies import POLICY_NAMES, make_policy
+from router.settings.constants import Constants
 from router.settings.gateway import GatewaySettings
 from router.startup import handlers as gateway_app
 from router.telemetry.metrics import Metrics
@@ -110,16 +111,11 @@ class World:
         self.metrics.shadows = self.recorded = Recorded()
         self.fleet = Fleet()
         self.chooser = Chooser(
-            self.fleet,
-            self.index,
-            self.registry,
+            Knowledge(self.fleet, self.index, self.registry, self.estimates),
             make_policies,
-            self.estimates,
             self.metrics,
+            Constants(stride_bytes=STRIDE),
             clock=lambda: self.now_s,
-            stride=STRIDE,
-            speculation_ttl_s=10.0,
-            foreign_ttl_s=600.0,
             shadows=Shadows(shadows, make_policies, self.metrics) if shadows else None,
         )
 

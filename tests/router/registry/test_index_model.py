@@ -116,6 +116,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
                 tiers = [held.get(key, Tier.GPU) for key in keys[:strides]]
                 expected[pod] = Match(strides, tiers.count(Tier.HOST), tiers.count(Tier.DISK))
         assert self.index.match(keys, self.now_s) == expected
+        pods = {*self.reported, *self.speculated, PodId("stranger")}
+        found = {pod: self.index.strides_of(pod, keys, self.now_s) for pod in pods}
+        assert found == {pod: expected[pod].strides if pod in expected else 0 for pod in pods}
 
     @invariant()
     def reports_are_kept(self) -> None:

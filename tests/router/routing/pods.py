@@ -69,6 +69,8 @@ class _Pod:
             others_uncached=0.0,
             own_uncached=made.uncached_tokens,
             in_flight=made.in_flight,
+            is_busy=made.in_flight > 0,
+            has_waiting=made.in_flight > made.decoding,
             decoding=made.decoding,
             context_tokens=made.context_tokens,
             stepped_s=made.stepped_s,
