@@ -191,10 +191,8 @@ async def test_messages_say_the_same_whole_and_streamed(model: Model, seed: int 
     model.says(WRITTEN)
     whole = await model.messages.messages.create(**request)
     model.says(WRITTEN, seed)
-    names = []
     async with model.messages.messages.stream(**request) as stream:
-        async for event in stream:
-            names.append(event.type)
+        names = [event.type async for event in stream]
         final = await stream.get_final_message()
     for message in (whole, final):
         assert message.stop_reason == "tool_use"
