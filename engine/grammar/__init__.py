@@ -9,7 +9,8 @@
       call = sequence(literal("<tool_call>\\n"), schema(arguments), literal("\\n</tool_call>"))
       constraint = Constraint.of_parts(separated(call, literal("\\n"), least=1), param="tool_choice")
 
-* `GenerationJob.constraint` (`engine/server/requests.py`) is the constraint of a request's answers.
+* `asked` reads constraints from the fields of requests. `GenerationJob.constraint` (`engine/server/requests.py`) is
+  what the answers of a request follow.
 * `compiler.GrammarCompiler` compiles constraints in bounded time and memory, and keeps them; `allowed.AllowedTokens` is
   the state of one answer; `fills.MaskFills` computes masks while the device computes the step that needs them.
 

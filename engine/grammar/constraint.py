@@ -17,7 +17,8 @@ class Kind(StrEnum):
     JSON = "json"
     """A JSON schema."""
     REGEX = "regex"
-    """A regular expression for the whole answer, in Rust's syntax, where \\d means [0-9]."""
+    """A regular expression for the whole answer, in Rust's syntax, but \\d and \\w are ASCII, as in JSON schemas.
+    https://docs.rs/regex/latest/regex/#syntax"""
     LARK = "lark"
     """A grammar in Lark's syntax, with llguidance's extensions, whose first rule is `start`.
     https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md"""

@@ -78,9 +78,9 @@ class _Total:
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._counted = 0
+        self._counted = 0.0
 
-    def advance(self, total: int) -> None:
+    def advance(self, total: float) -> None:
         """Bring the counter up to the total."""
         self._counter.inc(total - self._counted)
         self._counted = total
@@ -116,6 +116,13 @@ class RequestMetrics:
         labels, registry = ("model_name",), series.registry
         self.success = Counter(
             "vllm:request_success", "Sequences finished.", (*labels, "finished_reason"), registry=registry
+        )
+        self.constraints = Histogram(
+            "warmroute_constraint_seconds",
+            "Compiling what an answer must follow, by result: compiled, kept from before, or refused.",
+            (*labels, "result"),
+            registry=registry,
+            buckets=_STEP_BUCKETS_S,
         )
         self.responses = Counter(
             "warmroute_http_responses", "HTTP responses.", (*labels, "path", "status"), registry=registry
@@ -174,6 +181,9 @@ class StepMetrics:
         self.elapsed = series.histogram("warmroute_step_seconds", "One step on the device.", _STEP_BUCKETS_S)
         self.prefill_tokens = series.counter("warmroute_prefill_tokens", "Tokens whose KV was computed in prefills.")
         self.failures = series.counter("warmroute_step_failures", "Steps that failed in the backend.")
+        self.masks = series.total("warmroute_masks", "Masks of allowed tokens that were computed.")
+        self.mask_seconds = series.total("warmroute_mask_seconds", "Processor time of computing masks.")
+        self.mask_wait_seconds = series.total("warmroute_mask_wait_seconds", "Time that steps waited for masks.")
 
 
 class RegistryMetrics:
@@ -237,6 +247,10 @@ class EngineMetrics:
         self.requests.end_to_end.observe(elapsed_s)
         self.requests.success.labels(self._model_name, reason).inc()
 
+    def observe_constraint(self, result: str, elapsed_s: float) -> None:
+        """Count a request whose answers follow a constraint, which was ready after `elapsed_s` seconds."""
+        self.requests.constraints.labels(self._model_name, result).observe(elapsed_s)
+
     def observe_ignored(self, fields: Collection[str]) -> None:
         """Count a request's ignored fields. They are names of the API, not ones that a client made up."""
         for name in fields:
@@ -279,6 +293,12 @@ class EngineMetrics:
         """Set the token cache's values read at a scrape. `hit_chars`: since the engine's start."""
         self.cache.token_cache_bytes.set(cached_bytes)
         self.cache.token_cache_hits.advance(hit_chars)
+
+    def update_masks(self, masks: int, computing_s: float, waited_s: float) -> None:
+        """Set the masks' values read at a scrape, since the engine's start."""
+        self.steps.masks.advance(masks)
+        self.steps.mask_seconds.advance(computing_s)
+        self.steps.mask_wait_seconds.advance(waited_s)
 
     def update_registry(self, state: RegistryState) -> None:
         """Set the registry's values read at a scrape."""

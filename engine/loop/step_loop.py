@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from engine.backend.base import Backend
 from engine.cache.changes import KeyChanges
+from engine.grammar.allowed import AllowedTokens
+from engine.grammar.fills import MaskFills
 from engine.sched.plan import StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler, TokenOutput
@@ -31,6 +33,10 @@ MAX_FAILURES_IN_A_ROW = 8
 
 class StepFailed(Exception):
     """The step that computed a request, or the step before that, failed; the request is lost, others go on."""
+
+
+class ConstraintFailed(StepFailed):
+    """The answer cannot follow its constraint any further."""
 
 
 class RequestRefused(Exception):
@@ -119,8 +125,10 @@ class EngineLoop:
         metrics: EngineMetrics,
         step_deadline_s: float,
         check_in_s: Callable[[], float] | None = None,
+        fills: MaskFills | None = None,
     ) -> None:
-        """`check_in_s`: returns the seconds after which an idle loop must look for work; None: `wake` suffices."""
+        """`check_in_s`: returns the seconds after which an idle loop must look for work; None: `wake` suffices.
+        `fills`: computes masks; without it no request may have any."""
         self._check_in_s = check_in_s or (lambda: IDLE_CHECK_S)
         self._scheduler = scheduler
         self._backend = backend
@@ -129,6 +137,9 @@ class EngineLoop:
         self._flights: deque[_Flight] = deque()
         """Steps that the backend has and whose results the scheduler has not got yet, oldest first."""
         self._streams: dict[int, TokenStream] = {}
+        self._fills = fills
+        self._masks: dict[int, AllowedTokens] = {}
+        """By request id, for open requests whose output follows a constraint."""
         self._queued_s: dict[int, float] = {}
         """Request id -> when it was queued, until a step first includes it."""
         self._failures_in_a_row = 0
@@ -169,6 +180,8 @@ class EngineLoop:
                 except ValueError as error:
                     raise RequestRefused(str(error)) from None
                 self._streams[request.id] = stream
+                if isinstance(request.masks, AllowedTokens):
+                    self._masks[request.id] = request.masks
                 self._queued_s[request.id] = time.perf_counter()
                 stream.open(request.id)
             self._wake.set()
@@ -236,7 +249,7 @@ class EngineLoop:
         try:
             async with self._deadline():
                 result = await flight.result
-            outputs = self._scheduler.complete(result)
+            outputs = self._follow(self._scheduler.complete(result))
         except _NeverEnds:
             raise
         except Exception as error:
@@ -261,6 +274,9 @@ class EngineLoop:
     async def _give_up(self, reason: str) -> None:
         """Wait for the steps behind the failed one, because the backend may still use their blocks. Then fail the
         requests of all these steps."""
+        for flight in self._flights:
+            for chunk in flight.plan.chunks:
+                self._drop_masks(chunk.request.id)  # the step may wait for a mask that is never computed
         async with self._deadline():
             await asyncio.gather(*[flight.result for flight in self._flights], return_exceptions=True)
         self._flights.clear()
@@ -306,6 +322,36 @@ class EngineLoop:
                 if stream is not None and stream.taken_up_s is None:
                     stream.taken_up_s = now_s
 
+    def _follow(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """Begin to compute the masks after these tokens. Return the outputs of requests that follow their constraint;
+        the others end."""
+        if not self._masks:
+            return outputs
+        pushed: list[tuple[AllowedTokens, int]] = []
+        failed: dict[int, str] = {}
+        for output in outputs:
+            masks = self._masks.get(output.request_id)
+            if masks is None:
+                continue
+            if masks.failure is not None:
+                failed[output.request_id] = masks.failure
+            elif output.finish is not None or output.token is None:
+                self._drop_masks(output.request_id)
+            else:
+                pushed.append((masks, output.token.token))
+        if self._fills is not None:
+            self._fills.begin(pushed)
+        for request_id, reason in failed.items():
+            self._scheduler.abort(request_id)
+            self._fail((request_id,), reason, ConstraintFailed)
+        return [output for output in outputs if output.request_id not in failed] if failed else outputs
+
+    def _drop_masks(self, request_id: int) -> None:
+        """Compute no more masks for a request. A step that still has it need not wait for one."""
+        masks = self._masks.pop(request_id, None)
+        if masks is not None:
+            masks.end()
+
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.request_id)
         if stream is None:
@@ -314,12 +360,13 @@ class EngineLoop:
             del self._streams[output.request_id]
         stream.put(output)
 
-    def _fail(self, request_ids: Sequence[int], reason: str) -> None:
+    def _fail(self, request_ids: Sequence[int], reason: str, kind: type[StepFailed] = StepFailed) -> None:
         for request_id in request_ids:
             self._queued_s.pop(request_id, None)
+            self._drop_masks(request_id)
             stream = self._streams.pop(request_id, None)
             if stream is not None:
-                stream.fail(StepFailed(reason))
+                stream.fail(kind(reason))
 
     def _publish(self) -> None:
         changes = self._scheduler.take_changes()
@@ -328,5 +375,6 @@ class EngineLoop:
 
     def _abort(self, request_id: int) -> None:
         self._queued_s.pop(request_id, None)
+        self._drop_masks(request_id)
         if self._streams.pop(request_id, None) is not None:
             self._scheduler.abort(request_id)

@@ -72,13 +72,21 @@ class Entry:
         return self.computed_tokens >= self.prefill_end
 
     @property
+    def waits_for_mask(self) -> bool:
+        """Whether it stays out of the steps until the mask of its next token is ready."""
+        masks = self.request.masks
+        return masks is not None and masks.is_slow and not masks.is_ready(len(self.request.output_tokens))
+
+    @property
     def may_decode_ahead(self) -> bool:
         """Whether its next token can be computed while a step is in progress."""
         request, planned = self.request, self.planned_tokens
         if planned < self.prefill_end:
             return False
         if planned < self.known_tokens:
-            return True
+            return not self.waits_for_mask
+        if request.masks is not None and request.masks.is_slow:
+            return False
         last_is_on_its_way = planned + 1 >= len(request.prompt_tokens) + request.max_tokens
         return not last_is_on_its_way and not request.sampling.reads_output
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from engine.cache.sequence import CachedSequence
 from engine.contract.prefix_key import PrefixKey
+from engine.sched.masks import TokenMasks
 from engine.sched.sampling import SamplingParams
 
 
@@ -69,6 +70,8 @@ class Request:
     """What the client asks to keep, shortest first."""
     tools: ToolUse | None = None
     """None: the request names no tools."""
+    masks: TokenMasks | None = None
+    """What its output follows; None: anything."""
     output_tokens: list[int] = field(default_factory=list)
     """May begin with tokens that another engine has made: they count towards `max_tokens`, and the request goes on
     after them."""

@@ -53,7 +53,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs. If so, `schedule` has a step for it, or a step is in progress, or all
-        waiting requests wait for blocks of a slower tier."""
+        requests wait for masks or for blocks of a slower tier."""
         return bool(self._entries) or bool(self._steps)
 
     def hash_prompt(self, tokens: Sequence[int], salt: str, key_spans: Sequence[KeySpan]) -> CachedSequence:
@@ -113,12 +113,15 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """Begin and return the next step; None if nothing runs and what waits, if anything, waits for a slower tier."""
+        """Begin and return the next step; None if all that runs waits for masks, and what waits, if anything, waits for
+        a slower tier."""
         if self._steps:
             raise RuntimeError("a step is in progress: complete or fail it first")
         if self._tiers is not None:
             self._tiers.poll(is_idle=not self._running)
         decoding = [entry for entry in self._running if entry.is_decoding]
+        if any(entry.request.masks is not None for entry in decoding):
+            decoding = [entry for entry in decoding if not entry.waits_for_mask]
         any_preempted = self._make_room(decoding)
         chunks = [entry.decode_chunk() for entry in decoding if entry.sequence.blocks]
         return self._begin(chunks, may_admit=not any_preempted or not chunks)

@@ -4,8 +4,8 @@ A field is honoured; or ignored, because it cannot change the answer, and named 
 refused by name, because it would change the answer. A field that is in no table is refused: its meaning is unknown.
 
 Field meanings: https://platform.openai.com/docs/api-reference; top_k, min_p, repetition_penalty, stop_token_ids,
-ignore_eos, min_tokens, skip_special_tokens, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt
-and continue_final_message are vLLM's extensions; answer_so_far is this engine's own.
+ignore_eos, min_tokens, skip_special_tokens, cache_salt, return_token_ids, chat_template_kwargs, add_generation_prompt,
+continue_final_message, structured_outputs and guided_* are vLLM's extensions; answer_so_far is this engine's own.
 """
 
 from __future__ import annotations
@@ -44,19 +44,13 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -166,6 +160,13 @@ class GenerationFields(OpenAiFields):
     stop: list[StopString] = Field([], max_length=16)
     n: int | None = Field(None, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
+    # What the answer must follow: `engine.grammar.asked` reads it.
+    response_format: _Anything = None
+    structured_outputs: _Anything = None
+    guided_json: _Anything = None
+    guided_regex: _Anything = None
+    guided_choice: _Anything = None
+    guided_grammar: _Anything = None
     return_token_ids: bool | None = None
     """Whether the answer includes the ids of the prompt's tokens and of its own tokens."""
 

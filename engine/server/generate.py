@@ -13,7 +13,7 @@ from aiohttp import web
 from engine.contract import headers
 from engine.contract.errors import ApiError, BadRequest, TooManyRequests
 from engine.contract.requests import Endpoint
-from engine.loop.step_loop import RequestRefused, StepFailed, TokenStream
+from engine.loop.step_loop import ConstraintFailed, RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
 from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Form, Usage, Written
@@ -149,6 +149,7 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
         async with body_of(request, state.bodies) as body:
             job, requests, choices = await service.workers.run(_prepared, service, endpoint, body)
         del body  # the answer may take minutes
+        await service.constrain(job, requests)
         seen.prepared_s = time.perf_counter()
         service.metrics.requests.prepare.observe(seen.prepared_s - arrived_s)
         service.metrics.observe_ignored({_NUMBER.sub("", name.partition("kwargs.")[0]) for name in job.ignored})
@@ -166,8 +167,16 @@ async def generate(request: web.Request, state: ServerState) -> web.StreamRespon
             raise TooManyRequests(str(error), retry_after_s=RETRY_AFTER_S) from None
         except RequestRefused as error:
             raise BadRequest(str(error)) from None
+        except ConstraintFailed as error:
+            raise _refusal(error, job) from None
         except StepFailed as error:
             raise ApiError(str(error)) from None
+
+
+def _refusal(error: ConstraintFailed, job: GenerationJob) -> BadRequest:
+    """Return the client's error for an answer that cannot follow its constraint any further."""
+    param = None if job.constraint is None else job.constraint.param
+    return BadRequest(f"{param}: {error}", param=param, code="unsupported_constraint")
 
 
 def _prepared(
@@ -267,6 +276,8 @@ async def _send(
             await write(request, response, events + answer.events(choice.index, delta, usage))
             item = await generation.next()
         await write(request, response, answer.end(generation.usage()))
+    except ConstraintFailed as error:
+        await write(request, response, answer.failure(_refusal(error, generation.job)))
     except StepFailed as error:
         # The status is already sent, so the error is an event of the stream, which then lacks its closing events.
         await write(request, response, answer.failure(ApiError(str(error))))

@@ -23,8 +23,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "context_management": (),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
     "speed": ("standard",),
 }
 """Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
@@ -101,6 +99,16 @@ class Message(BaseModel):
     content: _Anything
 
 
+class OutputConfig(BaseModel):
+    """`output_config`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    format: _Anything = None
+    """What `output_format` was named before; `engine.grammar.asked` reads both."""
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    """The variable `reasoning_effort` of the chat template; ignored if the template does not read it."""
+
+
 class CountFields(Body):
     """The fields that the token count reads. None: not given."""
 
@@ -113,6 +121,8 @@ class CountFields(Body):
     tool_choice: _Anything = None
     thinking: ThinkingWish | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    output_format: _Anything = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesFields(CountFields, SharedFields):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.contract.errors import BadRequest
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import CACHE_CONTROL, chat_messages, chat_tools, is_billing
 from engine.contract.requests import parse_body
+from engine.grammar.asked import text_format
+from engine.grammar.constraint import Constraint
 from engine.server.fields import GenerationFields, SharedFields, check_number, parse_at, parse_fields, shared
 from engine.server.marks import CacheControl, Place, check_count, kept_marks, marks_at
 from engine.server.message_fields import (
@@ -17,6 +19,7 @@ from engine.server.message_fields import (
     CountFields,
     Message,
     MessagesFields,
+    OutputConfig,
     check_content,
 )
 from engine.server.messages import tool_use
@@ -30,6 +33,7 @@ from engine.server.requests import (
     encode_prompt,
     keys_of,
     make_job,
+    own_variables,
     room_for,
     thinking_variables,
     with_answer_so_far,
@@ -76,9 +80,19 @@ def prepare_messages(model: ModelText, body: bytes) -> GenerationJob:
         reading=reading_of(model, chat.tools, chat.choice, chat.text, is_beginning=begins, salt=fields.cache_salt),
     )
     prompts = (with_answer_so_far(model, meant, prompt),)
-    return make_job(
-        model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=(*fields.ignored, *chat.ignored)
-    )
+    ignored = (*fields.ignored, *chat.ignored)
+    job = make_job(model, meant, prompts, None, says_nothing=not fields.max_tokens, ignored=ignored)
+    return job if job.says_nothing else replace(job, constraint=_output_form(fields))
+
+
+def _output_form(fields: CountFields) -> Constraint | None:
+    """Return what the answer must follow. Raises BadRequest."""
+    config = fields.output_config or OutputConfig()
+    if fields.output_format is not None and config.format is not None:
+        raise BadRequest("output_format is output_config.format's former name: give one of them", param="output_format")
+    if config.format is not None:
+        return text_format(config.format, "output_config.format")
+    return text_format(fields.output_format, "output_format")
 
 
 def count_tokens(model: ModelText, body: bytes) -> int:
@@ -114,15 +128,18 @@ def _chat(model: ModelText, fields: CountFields) -> _Chat:
 
 
 def _variables(model: ModelText, fields: CountFields) -> tuple[dict[str, Any], list[str]]:
-    """Return the variables of the chat template, and what of `thinking` has no effect."""
+    """Return the variables of the chat template, and which of the fields that set them have no effect."""
     wish, given = fields.thinking, fields.chat_template_kwargs or {}
+    effort = None if fields.output_config is None else fields.output_config.effort
+    variables, unread = own_variables(model, {"reasoning_effort": effort})
+    ignored = ["output_config.effort"] * len(unread)
     if wish is None:
-        return given, []
+        return {**variables, **given}, ignored
     own = thinking_variables(model, is_on=wish.type != "disabled")
-    ignored = [f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(wish, name) is not None]
+    ignored += [f"thinking.{name}" for name in ("budget_tokens", "display") if getattr(wish, name) is not None]
     if not own and (wish.type != "disabled" or model.answers.thinking is not None):
         ignored.append("thinking.type")
-    return {**own, **given}, ignored
+    return {**variables, **own, **given}, ignored
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

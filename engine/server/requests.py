@@ -10,6 +10,7 @@ from typing import Any
 from engine.contract.errors import BadRequest, ModelNotFound
 from engine.contract.keys import PrefixKey, canonical_chat, key_seed, prefix_keys
 from engine.contract.requests import Endpoint, parse_body, prompt_bytes
+from engine.grammar.asked import ASKED, constraint_of
 from engine.grammar.constraint import Constraint
 from engine.sched.request import CacheMark, KeySpan, ToolUse
 from engine.sched.sampling import SamplingParams
@@ -132,7 +133,12 @@ class GenerationJob:
     @property
     def reading(self) -> Reading | None:
         """How the answers are read. A request with several prompts has no chat."""
-        return self.prompts[0].reading
+        reading = self.prompts[0].reading
+        if reading is None or self.constraint is None:
+            return reading
+        return replace(
+            reading, tools=None, is_beginning=False
+        )  # the answer is what the client has asked for, all of it
 
     @property
     def scores_prompt(self) -> bool:
@@ -450,6 +456,7 @@ def make_job(
         returns_token_ids=bool(fields.return_token_ids),
         says_nothing=says_nothing,
         told=told or {},
+        constraint=None if says_nothing else constraint_of({name: getattr(fields, name) for name in ASKED}),
         ignored=tuple(dict.fromkeys((*fields.ignored, *hidden, *ignored))),
     )
 

@@ -9,6 +9,7 @@ endpoints (`fields.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,7 @@ from engine.contract.errors import ApiError, BadRequest, quoted
 from engine.contract.keys import canonical_chat, compact_json
 from engine.contract.requests import parse_body
 from engine.contract.responses import response_messages, response_tools
+from engine.grammar.asked import text_format
 from engine.server.fields import (
     IGNORED,
     GenerationFields,
@@ -72,7 +74,7 @@ class Reasoning(BaseModel):
 
 
 class TextForm(BaseModel):
-    """`text`. `format` must be plain text."""
+    """`text`. `engine.grammar.asked` reads `format`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     format: _Anything = None
@@ -150,7 +152,8 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
     prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=use, reading=reading)
     prompt = with_answer_so_far(model, meant, prompt)
     ignored = [*fields.ignored, *ignored, *rendered.ignored]
-    return make_job(model, meant, (prompt,), None, told=told | sampled, ignored=ignored)
+    job = make_job(model, meant, (prompt,), None, told=told | sampled, ignored=ignored)
+    return replace(job, constraint=text_format(None if fields.text is None else fields.text.format, "text.format"))
 
 
 def _variables(model: ModelText, fields: ResponsesFields) -> tuple[dict[str, Any], list[str]]:
@@ -159,8 +162,6 @@ def _variables(model: ModelText, fields: ResponsesFields) -> tuple[dict[str, Any
     Raises BadRequest for a form that the engine does not make.
     """
     reasoning, form = fields.reasoning or Reasoning(), fields.text or TextForm()
-    if form.format not in (None, {"type": "text"}):
-        raise _bad("text.format", "is not supported by this engine, which writes plain text only", True)
     included = fields.include or []
     if _LOGPROBS in included:
         raise _bad("include", f"{_LOGPROBS} is not supported by this engine", True)
@@ -179,8 +180,10 @@ def _told(fields: ResponsesFields) -> dict[str, Any]:
     told = {name: getattr(fields, name) for name in ("instructions", "max_output_tokens", "metadata", "user")}
     if fields.reasoning is not None:
         told["reasoning"] = {"effort": fields.reasoning.effort, "summary": None}
-    if fields.text is not None and fields.text.verbosity is not None:
-        told["text"] = {"format": {"type": "text"}, "verbosity": fields.text.verbosity}
+    if (form := fields.text) is not None and (form.verbosity is not None or form.format is not None):
+        told["text"] = {"format": form.format or {"type": "text"}}
+        if form.verbosity is not None:
+            told["text"]["verbosity"] = form.verbosity
     if fields.tools:
         told |= {"tools": fields.tools, "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice}
     if fields.parallel_tool_calls is not None:

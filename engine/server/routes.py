@@ -254,6 +254,7 @@ def take_stock(state: ServerState, metrics: EngineMetrics) -> None:
         asked, learnt = service.scheduler.pins
         metrics.update_pins(len(asked), asked.given_up, len(learnt), learnt.given_up)
         metrics.update_registry(service.registry())
+        metrics.update_masks(*service.grammars.times.all())
         metrics.update_tokenizing(service.model.token_cache.bytes, service.model.token_cache.hit_chars)
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from engine.common.otel.tracer import Tracer
-from engine.contract.errors import TooManyRequests, Unavailable
+from engine.contract.errors import BadRequest, TooManyRequests, Unavailable
+from engine.grammar.allowed import AllowedTokens, HeldBack
+from engine.grammar.compiler import GrammarCompiler
 from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
@@ -72,6 +76,7 @@ class EngineService:
     """Returns the present state of publishing."""
     on_fleet: Callable[[int], None]
     """Called when a gateway reports the number of engines that it follows."""
+    grammars: GrammarCompiler
     created_s: int = field(default_factory=lambda: int(time.time()))
     surveying: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread surveys the cache. Only one does so at a time: it shares the interpreter with all else."""
@@ -93,7 +98,7 @@ class EngineService:
                     prompt_tokens=prompt.tokens,
                     max_tokens=prompt.max_tokens,
                     sampling=job.choice_sampling(i, j),
-                    stop_token_ids=job.stop_token_ids,
+                    stop_token_ids=job.stop_token_ids | (self.model.eos_token_ids if job.constraint else frozenset()),
                     key_spans=prompt.spans,
                     salt=job.salt,
                     hashed=hashed,
@@ -117,6 +122,25 @@ class EngineService:
                     reading=job.reading,
                 )
         return requests, choices
+
+    async def constrain(self, job: GenerationJob, requests: Sequence[Request]) -> None:
+        """Give the job's requests the masks of its constraint. Raises BadRequest, TooManyRequests, Unavailable."""
+        if job.constraint is None:
+            return
+        compiled = await self.grammars.compile(job.constraint)
+        words, ends, held_back = self.grammars.words, self.model.eos_token_ids, []
+        if ignored := ends - job.stop_token_ids:  # the constraint's end ends the answer even so
+            held_back.append(HeldBack.of(ignored, sys.maxsize, words))
+        if job.sampling.min_tokens:
+            held_back.append(HeldBack.of(job.stop_token_ids | ends, job.sampling.min_tokens, words))
+        for request in requests:
+            masks = AllowedTokens(compiled, held_back)
+            answered = request.output_tokens
+            if answered and not await self.grammars.run(partial(masks.begin_after, answered)):
+                raise BadRequest(
+                    f"answer_so_far does not follow {job.constraint.param}", param="answer_so_far", code="invalid_value"
+                )
+            request.masks = masks
 
 
 class ServerState:

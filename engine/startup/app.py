@@ -136,7 +136,7 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
     backend: Backend
     stores: tuple[Store, ...] = ()
     if settings.device == "sim":
-        backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size))
+        backend, blocks = _sim_backend(settings, min(config.vocab_size, tokenizer.vocab_size), tokenizer)
     else:
         backend, blocks = model_backend(settings)
         stores = real_stores(settings, backend.pool)
@@ -163,13 +163,13 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
     return LoadedModel(text, backend, blocks, stores)
 
 
-def _sim_backend(settings: EngineSettings, vocab_size: int) -> tuple[Backend, int]:
+def _sim_backend(settings: EngineSettings, vocab_size: int, tokenizer: Tokenizer) -> tuple[Backend, int]:
     try:
         profile = load_profile(settings.sim_profile)
     except ValueError as error:
         raise StartError(f"--sim-profile: {error}") from None
     blocks = (settings.kv_pool_tokens or profile.kv_tokens) // settings.block_size
-    return SimBackend(profile, vocab_size), blocks
+    return SimBackend(profile, vocab_size, token_bytes=tokenizer.token_bytes), blocks
 
 
 def model_backend(settings: EngineSettings) -> tuple[TorchBackend | CudaBackend, int]:

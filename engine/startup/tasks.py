@@ -11,10 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from engine.backend.base import Backend
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
+from engine.grammar.compiler import GrammarCompiler, Vocabulary
 from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.publish import Origin, Publisher
 from engine.loop.step_loop import EngineLoop
 from engine.sched.scheduler import Scheduler, SchedulerConfig
+from engine.server.requests import ModelText
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.startup.background import background
 from engine.startup.constants import CONSTANTS, Constants
@@ -53,14 +55,12 @@ async def engine_tasks(
     if tiers is not None:
         metrics.registry.register(TierCollector(tiers, settings.model_name))
     running = most_running(settings, constants, loaded.blocks * settings.block_size)
-    places = SchedulerConfig(
-        settings.max_step_tokens, running, constants.max_waiting, least_kept_tokens=constants.pin_min_tokens
-    )
-    scheduler = Scheduler(cache, places, tiers)
+    scheduler = Scheduler(cache, _places(settings, constants, running), tiers)
     origin = Origin(
         settings.model_name, settings.pod_id or f"{socket.gethostname()}:{port}", time.time_ns(), constants.stride_bytes
     )
     publisher = _publisher(settings, constants, scheduler, origin)
+    grammars = GrammarCompiler(_vocabulary(loaded.text), wake, metrics.observe_constraint)
     loop = EngineLoop(
         scheduler,
         loaded.backend,
@@ -68,6 +68,7 @@ async def engine_tasks(
         metrics=metrics,
         step_deadline_s=constants.step_deadline_s,
         check_in_s=tiers.check_in_s if tiers is not None else None,
+        fills=grammars.fills,
     )
     wake.call = lambda: _after_copies(tiers, loop)
     workers = TextWorkers(constants.text_threads, constants.max_waiting + running)
@@ -76,6 +77,7 @@ async def engine_tasks(
         if tiers is not None:
             stack.push_async_callback(asyncio.to_thread, close_stores, stores, tiers)
         stack.callback(workers.close)
+        stack.push_async_callback(grammars.close)
         stepping = await stack.enter_async_context(background(loop.run(), "step loop"))
         publishing = None
         if publisher is not None:
@@ -92,6 +94,7 @@ async def engine_tasks(
             epoch=origin.epoch,
             registry=publisher.state if publisher is not None else RegistryState,
             on_fleet=publisher.follow_pace if publisher is not None else _ignore,
+            grammars=grammars,
         )
         yield publishing.cancel if publishing is not None else lambda: None
 
@@ -131,6 +134,12 @@ def most_running(settings: EngineSettings, constants: Constants, pool_tokens: in
     return constants.running(0 if settings.device_kind == "cuda" else pool_tokens, settings.max_step_tokens)
 
 
+def _places(settings: EngineSettings, constants: Constants, running: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        settings.max_step_tokens, running, constants.max_waiting, least_kept_tokens=constants.pin_min_tokens
+    )
+
+
 def _publisher(
     settings: EngineSettings, constants: Constants, scheduler: Scheduler, origin: Origin
 ) -> Publisher | None:
@@ -139,6 +148,10 @@ def _publisher(
     return Publisher(
         settings.redis_url, origin, lease_s=constants.lease_s, load=scheduler.load, held=scheduler.held_keys
     )
+
+
+def _vocabulary(text: ModelText) -> Vocabulary:
+    return Vocabulary(text.tokenizer.to_json(), text.vocab_size, text.tokenizer.special_tokens, text.eos_token_ids)
 
 
 def _ignore(news: object) -> None:

@@ -115,6 +115,16 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}") from None
         return cls(tokenizer, TokenFiles.from_path(folder))
 
+    def to_json(self) -> str:
+        """Return what a `tokenizer.json` says of this tokenizer, with all added tokens."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The special tokens' texts."""
+        return {token: self.token_text(token) for token in self._special}
+
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         """Return the ids of `text`. `add_special_tokens`: apply the tokenizer's post-processor, which may add BOS.
 

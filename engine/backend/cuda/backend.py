@@ -1,8 +1,9 @@
 """A `Backend` for CUDA that computes one step while the next is prepared and launched.
 
-It has two threads. One turns plans into launches and never waits for the device. The other waits for each step's
-results in page-locked memory and returns them to the caller of `run`. The tokens that the last step chose stay on the
-device, so a decode step can be planned before the host knows them.
+It has two threads. One turns plans into launches, and waits for the device only if a constraint's mask depends on a
+token that is on its way. The other waits for each step's results in page-locked memory and returns them to the caller
+of `run`. The tokens that the last step chose stay on the device, so a decode step can be planned before the host knows
+them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.backend.cuda.kernels.step import StepTensors
 from engine.backend.cuda.kernels.tiling import Tiling
 from engine.backend.cuda.packing import Downloads, Uploads
 from engine.backend.cuda.sampler import HostSampling
+from engine.backend.sampler import masks_of
 from engine.backend.torch_kv import KvPool
 from engine.model.decoder import Decoder
 from engine.sched.plan import SampledToken, SequenceChunk, StepPlan, StepResult
@@ -72,6 +74,7 @@ class CudaBackend:
         self._builder = StepBuilder(pool.block_size, tiling, self._widths)
         self._uploads = Uploads(device, buffers=RING)
         self._downloads = Downloads(device, buffers=RING)
+        self._mask_uploads = Uploads(device, buffers=RING)
         self._graphs: Graphs | None = None
         self._choices: _Choices | None = None
         self._outcomes: deque[Future[StepResult]] = deque()
@@ -182,9 +185,20 @@ class CudaBackend:
                 logits = self._graphs.replay(shape, packed.data)[: asked.rows]
             else:
                 logits = self._forward(tensors, self.pool.data)
-            tokens, results = asked.choose(logits, sampling)
+            tokens, results = asked.choose(logits, sampling, self._masks(step.sampling))
             self._choices = _Choices(tokens, {chunk.request.id: row for row, chunk in enumerate(step.sampling)})
             return _Launched(step, asked, self._downloads.fetch(results), start, self._device.event())
+
+    def _masks(self, chunks: Sequence[SequenceChunk]) -> Sequence[Tensor]:
+        """Return the rows with masks and the masks, on the device; nothing if there are none.
+
+        If the step before this one is in progress, this waits until its tokens are known and their masks are computed.
+        The device computes this step's logits meanwhile.
+        """
+        if all(chunk.request.masks is None for chunk in chunks):
+            return ()
+        rows, masks = masks_of([chunk.request for chunk in chunks], [chunk.output_index for chunk in chunks])
+        return self._mask_uploads.send((np.array(rows, dtype=np.int64), masks)).views if rows else ()
 
     def _result(self, launched: _Launched) -> StepResult:
         launched.end.wait()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend.cuda.packing import Array
-from engine.backend.sampler import LogitEdits, logit_edits, uniform
+from engine.backend.sampler import LogitEdits, logit_edits, masked, uniform
 from engine.sched.plan import SampledToken, SequenceChunk
 
 NARROW = 256
@@ -79,13 +79,15 @@ class HostSampling:
             tops=min(max((p.logprobs or 0 for p in params), default=0), vocab_size),
         )
 
-    def choose(self, logits: Tensor, views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, views: Sequence[Tensor], masks: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """logits float32 [rows, vocab], `arrays` on the device -> (tokens int64 [rows], results as int32 for `read`).
 
-        `logits` is not changed.
+        `masks`: rows and masks as for `masked`, if any row has one. `logits` is not changed.
         """
         drawn, uniforms, temperature, min_p, top_k, top_p, narrow, wide, *edits, reported = views
         adjusted = self._adjusted(logits, edits)
+        if masks:
+            adjusted = masked(adjusted, *masks)
         tokens = adjusted.argmax(dim=-1)
         if self.drawn:
             scaled = adjusted if self.drawn == self.rows else adjusted[drawn]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -53,12 +52,13 @@ def library_tokenizer() -> LLTokenizer:
 
 def matcher(constraint: Constraint) -> LLMatcher:
     """Return the library's matcher for a JSON, regex or Lark constraint."""
-    make: dict[Kind, Callable[[str], str]] = {
-        Kind.JSON: LLMatcher.grammar_from_json_schema,
-        Kind.REGEX: LLMatcher.grammar_from_regex,
-        Kind.LARK: LLMatcher.grammar_from_lark,
-    }[constraint.kind]
-    made = LLMatcher(library_tokenizer(), make(constraint.text))
+    if constraint.kind is Kind.JSON:
+        grammar = LLMatcher.grammar_from_json_schema(constraint.text)
+    elif constraint.kind is Kind.REGEX:
+        grammar = LLMatcher.grammar_from_regex(constraint.text)
+    else:
+        grammar = LLMatcher.grammar_from_lark(constraint.text)
+    made = LLMatcher(library_tokenizer(), grammar)
     assert not made.is_error(), made.get_error()
     return made
 

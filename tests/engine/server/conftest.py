@@ -85,7 +85,8 @@ def start(checkpoint: Path, loaded: LoadedModel) -> Start:
         constants = Constants(**{name: fields.pop(name) for name in Constants.__dataclass_fields__ if name in fields})
         settings = EngineSettings(model=checkpoint, device="sim", port=0, pod_id="pod-1", **fields)
         vocab_size = loaded.text.tokenizer.vocab_size
-        model = replace(loaded, backend=backend or SimBackend(profile, vocab_size), blocks=profile.kv_tokens // 16)
+        device = backend or SimBackend(profile, vocab_size, token_bytes=loaded.text.tokenizer.token_bytes)
+        model = replace(loaded, backend=device, blocks=profile.kv_tokens // 16)
         state, metrics = ServerState(), EngineMetrics(settings.model_name)
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,

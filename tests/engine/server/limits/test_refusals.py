@@ -72,15 +72,12 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
         for name, value in {
             "best_of": 2,
             "suffix": "end",
-            "response_format": {"type": "json_object"},
             "audio": {},
             "functions": [TOOL],
             "function_call": {"name": "find"},
             "modalities": ["audio"],
             "prediction": {},
             "web_search_options": {},
-            "guided_json": {},
-            "structured_outputs": {"json": {}},
             "bad_words": ["x"],
             "allowed_token_ids": [1],
             "use_beam_search": True,
@@ -89,6 +86,41 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
             "min_tokens": 5000,
             "skip_special_tokens": "no",
         }.items()
+    ),
+]
+CONSTRAINTS: list[tuple[str, dict[str, Any], str]] = [
+    ("form", {"response_format": "json"}, "response_format"),
+    ("form type", {"response_format": {}}, "response_format.type"),
+    ("form tag", {"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ("form field", {"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    (
+        "no schema",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+    ),
+    ("schema number", {"guided_json": 3}, "guided_json"),
+    ("schema text", {"guided_json": "{"}, "guided_json"),
+    ("schema word", {"guided_json": {"not": {}}}, "guided_json"),
+    ("schema type", {"guided_json": {"type": "strong"}}, "guided_json"),
+    ("schema false", {"guided_json": False}, "guided_json"),
+    ("schema reference", {"guided_json": {"$ref": "https://example.com/schema"}}, "guided_json"),
+    ("schema circle", {"guided_json": {"$ref": "#"}}, "guided_json"),
+    ("look-around", {"guided_json": {"type": "string", "pattern": "(?=a)b"}}, "guided_json"),
+    ("regex", {"guided_regex": "(a"}, "guided_regex"),
+    ("regex empty", {"guided_regex": ""}, "guided_regex"),
+    ("choice", {"guided_choice": []}, "guided_choice"),
+    ("choice number", {"guided_choice": ["a", 3]}, "guided_choice[1]"),
+    ("grammar", {"guided_grammar": 'root ::= "a" b'}, "guided_grammar"),
+    ("lark", {"guided_grammar": 'start: "a" b'}, "guided_grammar"),
+    ("large", {"guided_regex": "a" * 300_000}, "guided_regex"),
+    ("two", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ("two at once", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+    ("nothing", {"structured_outputs": {}}, "structured_outputs"),
+    ("entry", {"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+    (
+        "white space",
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
     ),
 ]
 ONLY_CHAT: list[tuple[str, dict[str, Any], str]] = [
@@ -143,8 +175,8 @@ ONLY_TEXT: list[tuple[str, dict[str, Any], str]] = [
     ("messages", {"messages": [MESSAGE]}, "messages"),
 ]
 CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], str]] = [
-    *((CHAT, {"messages": [MESSAGE]}, *case) for case in BOTH + ONLY_CHAT),
-    *((TEXT, {"prompt": "hi"}, *case) for case in BOTH + ONLY_TEXT),
+    *((CHAT, {"messages": [MESSAGE]}, *case) for case in BOTH + CONSTRAINTS + ONLY_CHAT),
+    *((TEXT, {"prompt": "hi"}, *case) for case in BOTH + CONSTRAINTS + ONLY_TEXT),
 ]
 
 

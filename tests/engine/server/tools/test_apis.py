@@ -16,11 +16,15 @@ from engine.model.checkpoint import CHAT_TEMPLATE
 from tests.engine.server.conftest import MODEL, Engine, Start
 from tests.engine.server.tools.scripted import Scripted, all_marks, speak, tokenizer_with
 from tests.engine.text.calls.templates import TEMPLATES
-from tests.engine.text.calls.writers import SCHEMA, WRITERS
+from tests.engine.text.calls.writers import SCHEMA, WRITERS, Call
 
 FUNCTION = {"name": "find", "description": "Finds.", "parameters": SCHEMA}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
-CALLS = [("find", {"city": 'Rom "x"\n</tool_call>', "days": 3}), ("get_weather", {}), ("find", {"deep": {"ä": [1]}})]
+CALLS: list[Call] = [
+    ("find", {"city": 'Rom "x"\n</tool_call>', "days": 3}),
+    ("get_weather", {}),
+    ("find", {"deep": {"ä": [1]}}),
+]
 ASKED: Any = [{"role": "user", "content": "What is the weather?"}]
 THOUGHT = "The user wants the weather.\nI must look."
 SAID = "Let me look."
@@ -99,9 +103,9 @@ async def test_a_chat_says_the_same_whole_and_streamed(model: Model, seed: int |
             assert chunk.usage.completion_tokens_details is not None
             assert 5 < (chunk.usage.completion_tokens_details.reasoning_tokens or 0) < chunk.usage.completion_tokens
     assert (content, thought, finish) == (SAID, THOUGHT, "tool_calls")
+    made: Any = whole.message.tool_calls
     assert [(one["name"], one["arguments"]) for one in calls] == [
-        (one.function.name, one.function.arguments)
-        for one in whole.message.tool_calls or ()  # type: ignore[union-attr]
+        (one.function.name, one.function.arguments) for one in made
     ]
     assert len({one["id"] for one in calls}) == 3
     assert pieces > 6  # the arguments came as they were made
@@ -132,12 +136,15 @@ async def test_only_one_call_if_the_client_wants_no_more(model: Model) -> None:
                 final = (await events.get_final_completion()).choices[0]
             assert (calls_of(final.message), final.finish_reason) == (CALLS[:1], "tool_calls")
     model.says(WRITTEN)
+    wanted: dict[str, Any] = {
+        "tools": [{"name": "find", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }
     said = await model.messages.messages.create(
         model=MODEL,
         messages=ASKED,
         max_tokens=400,
-        tools=[{"name": "find", "input_schema": SCHEMA}],
-        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        **wanted,
     )
     assert [block.type for block in said.content] == ["thinking", "text", "tool_use"]
 
@@ -158,7 +165,8 @@ async def test_an_answer_that_ends_within_a_call_keeps_its_reason(model: Model) 
     answer = await model.chat.chat.completions.create(model=MODEL, messages=ASKED, tools=TOOLS, max_tokens=40)
     choice = answer.choices[0]
     assert choice.finish_reason == "length"
-    (call,) = choice.message.tool_calls or ()
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
     assert call.type == "function"
     assert call.function.arguments.startswith('{"city": "Rome Rome')
     model.says("<tool_call>find it</tool_call>")

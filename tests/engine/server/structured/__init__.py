@@ -1,0 +1,1 @@
+"""Answers that follow a constraint, from the request to the client."""
