@@ -136,9 +136,8 @@ class GenerationJob:
         reading = self.prompts[0].reading
         if reading is None or self.constraint is None:
             return reading
-        return replace(
-            reading, tools=None, is_beginning=False
-        )  # the answer is what the client has asked for, all of it
+        # All of the answer follows the constraint, so none of it is a call or reasoning.
+        return replace(reading, tools=None, is_beginning=False)
 
     @property
     def scores_prompt(self) -> bool:

@@ -85,7 +85,7 @@ async def test_a_chat_says_the_same_whole_and_streamed(model: Model, seed: int |
     content, thought, finish = "", "", None
     calls: list[dict[str, str]] = []
     pieces = 0
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     async for chunk in await model.chat.chat.completions.create(**request, **options):
         for choice in chunk.choices:
             finish = choice.finish_reason or finish
