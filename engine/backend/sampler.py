@@ -68,11 +68,16 @@ def masked(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
     if masks.device.type == "cpu":  # numpy does it 10 times as fast
         bits = torch.from_numpy(np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little"))
     else:
-        bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
-    allowed = bits.view(len(masks), -1)[:, : logits.shape[1]] != 0
+        bits = bits_of(masks)
+    allowed = bits[:, : logits.shape[1]] != 0
     out = logits.clone()
     out[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
     return out
+
+
+def bits_of(words: Tensor) -> Tensor:
+    """words int32 [n, w] -> their bits, lowest first, int32 [n, 32 w]."""
+    return ((words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).flatten(1)
 
 
 def _argmax(logits: Tensor) -> Tensor:

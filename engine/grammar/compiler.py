@@ -123,8 +123,10 @@ class GrammarCompiler:
 
     def _close_trials(self) -> None:
         for trial in self._all_trials:
-            trial.close()
+            trial.stop()
         self._pool.shutdown(wait=True)
+        for trial in self._all_trials:
+            trial.close()
 
     async def _wait(self, constraint: Constraint) -> Compiled | _Refused:
         pending = self._pending.get(constraint)

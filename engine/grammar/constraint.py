@@ -38,7 +38,7 @@ class Constraint:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool, param: str) -> Constraint:
         """The answer is a JSON value that the schema allows. Properties come in the schema's order."""
-        return cls(Kind.JSON, json.dumps(schema, separators=(",", ":")), param)
+        return cls(Kind.JSON, json.dumps({} if schema is True else schema, separators=(",", ":")), param)
 
     @classmethod
     def json_object(cls, param: str) -> Constraint:

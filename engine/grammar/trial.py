@@ -57,7 +57,7 @@ class Trial:
         """`size`: token ids of the model. `special`: texts of special tokens. `ends`: tokens that end a text."""
         self._vocabulary = {"size": size, "special": list(special.items()), "ends": list(ends)}
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed = False
+        self._stopped = False
 
     def run(self, kind: str, text: str) -> tuple[str, int]:
         """Return the grammar in the library's form, and the bytes that it takes. Raises TrialFailed."""
@@ -77,8 +77,14 @@ class Trial:
             raise TrialFailed(reply["error"])
         return reply["grammar"], reply["bytes"]
 
+    def stop(self) -> None:
+        """Make a trial in progress fail, and further ones. Any thread may call it."""
+        self._stopped = True
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
-        """End the process."""
+        """End the process. No trial may be in progress."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -90,6 +96,8 @@ class Trial:
 
     def _start(self) -> None:
         self.close()
+        if self._stopped:
+            raise TrialFailed("the engine stops")
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
@@ -153,6 +161,8 @@ class _Bytes:
 def as_grammar(kind: str, text: str) -> str:
     """Return the grammar in the library's form. Raises ValueError, RecursionError."""
     if kind == "json":
+        if text == "false":
+            raise ValueError("the schema allows nothing")
         defaults = {"whitespace_pattern": WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(text, defaults, {"lenient": False})  # type: ignore[arg-type]
     if kind == "regex":

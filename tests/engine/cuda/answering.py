@@ -16,6 +16,7 @@ from engine.backend.cuda.device import Device
 from engine.backend.cuda.kernels.prefill import tiling_for
 from engine.backend.torch_kv import KvPool
 from engine.cache.prefix_cache import PrefixCache
+from engine.grammar.fills import MaskFills
 from engine.loop.metrics import EngineMetrics
 from engine.loop.step_loop import EngineLoop
 from engine.model.decoder import Decoder
@@ -74,7 +75,9 @@ def prompts() -> list[Request]:
     ]
 
 
-async def answers(backend: Backend, requests: Sequence[Request], blocks: int = BLOCKS) -> dict[int, Answer]:
+async def answers(
+    backend: Backend, requests: Sequence[Request], blocks: int = BLOCKS, fills: MaskFills | None = None
+) -> dict[int, Answer]:
     """Return the engine loop's answers with this backend. The requests come a moment apart.
 
     With fewer `blocks` than the default, some requests must be preempted.
@@ -83,7 +86,12 @@ async def answers(backend: Backend, requests: Sequence[Request], blocks: int = B
     config = SchedulerConfig(max_step_tokens=STEP_TOKENS, max_running=MAX_RUNNING, max_waiting=20)
     scheduler = Scheduler(cache, config)
     loop = EngineLoop(
-        scheduler, backend, on_changes=lambda _: None, metrics=EngineMetrics("m"), step_deadline_s=DEADLINE_S
+        scheduler,
+        backend,
+        on_changes=lambda _: None,
+        metrics=EngineMetrics("m"),
+        step_deadline_s=DEADLINE_S,
+        fills=fills,
     )
     found: dict[int, Answer] = {}
 
@@ -101,6 +109,8 @@ async def answers(backend: Backend, requests: Sequence[Request], blocks: int = B
         stepping.cancel()
         await asyncio.wait([stepping])
         await backend.close()
+        if fills is not None:
+            fills.close()
     check_integrity(cache)
     assert (scheduler.stats().preemptions > 0) == (blocks < BLOCKS)
     return found

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from engine.backend.cuda.device import CudaDevice
 from engine.backend.cuda.kernels.step import StepTensors
 from engine.backend.torch_backend import TorchBackend
+from engine.grammar.fills import MaskFills
 from engine.model.decoder import Decoder, load_decoder
 from engine.sched.plan import PENDING, SequenceChunk, StepPlan
 from engine.sched.request import Request
@@ -32,6 +34,7 @@ from tests.engine.cuda.answering import (
 )
 from tests.engine.cuda.devices import CpuDevice, plain
 from tests.engine.cuda.torch_forward import torch_forward
+from tests.engine.grammar.scripted import scripted
 from tests.engine.model.helpers import GREEDY, hf_model, save, tokens
 
 
@@ -55,6 +58,30 @@ async def test_the_engine_answers_as_with_the_torch_backend(model: Decoder, grap
     agree(found, expected)
     assert any(logprob is not None for _, logprob in found[4])
     assert (sum(graph.replays - 1 for graph in device.graphs) > 5) == bool(graphs), "capturing replays each graph once"
+
+
+@pytest.mark.parametrize("graphs", [0, MAX_RUNNING])
+@plain
+async def test_constrained_requests_answer_as_with_the_torch_backend(model: Decoder, graphs: int) -> None:
+    """A mask that depends on a token in flight is waited for after the next step's logits are launched."""
+    size = model.config.vocab_size
+
+    def allowed(output: Sequence[int]) -> set[int]:
+        ends = {0} if len(output) > 3 else set()
+        return ends | set(range(1 + sum(output) % 5, size, 5))
+
+    def requests() -> list[Request]:
+        asked = [replace(request, stop_token_ids=frozenset({0})) for request in prompts()[:6]]
+        return [replace(one, masks=scripted(allowed, size)) if i % 3 else one for i, one in enumerate(asked)]
+
+    torch_backend = TorchBackend(model, block_count=BLOCKS, block_size=BLOCK_SIZE)
+    expected = await answers(torch_backend, requests(), fills=MaskFills(lambda: None))
+    found = await answers(cuda_backend(model, CpuDevice(), graphs=graphs), requests(), fills=MaskFills(lambda: None))
+    agree(found, expected)
+    for request in requests():
+        if request.masks is not None:
+            chosen = [token for token, _ in found[request.id]]
+            assert all(token in allowed(chosen[:i]) for i, token in enumerate(chosen))
 
 
 @plain
