@@ -11,10 +11,10 @@ from engine.common.sse import DONE, SseDecoder, sse_event
 from engine.contract.bounded_json import loads
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.continuations import (
-    COUNTS_OUTPUT,
     Continuation,
     Json,
     is_rendered_as_is,
+    needs_so_far,
     own_counts,
     takes_so_far,
     with_less,
@@ -67,7 +67,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -93,7 +92,7 @@ class ChatApi:
         """See Api."""
         if takes_so_far(card):
             return Continuation.SO_FAR
-        if any(fields.get(name) for name in COUNTS_OUTPUT):
+        if needs_so_far(fields):
             return None
         if self._endpoint is Endpoint.COMPLETIONS:
             return Continuation.PROMPT if isinstance(fields.get("prompt"), str) else None

@@ -23,8 +23,28 @@ from router.continuing.transcript import Transcript
 Json = dict[str, Any]
 COUNTS_OUTPUT = ("presence_penalty", "frequency_penalty")
 """Fields that apply to generated tokens, not to the prompt, so the text so far must count as generated."""
+CONSTRAINTS: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "output_config": ({},),
+    "output_format": (),
+}
+"""Fields by which the whole answer follows a schema or a grammar, with the values that ask for nothing. The text so far
+must count as generated, as for COUNTS_OUTPUT."""
 _THOUGHTS = ("<think>", "</think>")
 """Chat templates split a message at these marks."""
+
+
+def needs_so_far(fields: Mapping[str, Any]) -> bool:
+    """Whether only an engine that counts the text so far as generated can give the rest."""
+    return any(fields.get(name) for name in COUNTS_OUTPUT) or any(
+        (value := fields.get(name)) is not None and value not in neutral for name, neutral in CONSTRAINTS.items()
+    )
 
 
 class Continuation(Enum):

@@ -10,7 +10,15 @@ import orjson
 from engine.common.sse import named_event
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.as_chat import ChatToMessage, asked_as_chat, chat_of
-from router.continuing.continuations import Continuation, EventRewriter, Json, Rewriter, is_rendered_as_is, takes_so_far
+from router.continuing.continuations import (
+    Continuation,
+    EventRewriter,
+    Json,
+    Rewriter,
+    is_rendered_as_is,
+    needs_so_far,
+    takes_so_far,
+)
 from router.continuing.transcript import MessageTranscript, Transcript
 
 _FREE = frozenset(
@@ -31,7 +39,6 @@ _FREE = frozenset(
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "output_config": ({},),
     "mcp_servers": ([],),
 }
 
@@ -49,6 +56,8 @@ class MessageApi:
         """See Api."""
         if takes_so_far(card):
             return Continuation.SO_FAR
+        if needs_so_far(fields):
+            return None
         is_able = card.get("owned_by") == "vllm" and is_rendered_as_is(transcript.text) and chat_of(fields) is not None
         return Continuation.MESSAGE if is_able else None
 

@@ -13,11 +13,11 @@ import orjson
 from engine.common.sse import named_event
 from engine.contract.requests import ANSWER_SO_FAR, Endpoint
 from router.continuing.continuations import (
-    COUNTS_OUTPUT,
     Continuation,
     EventRewriter,
     Json,
     is_rendered_as_is,
+    needs_so_far,
     own_counts,
     takes_so_far,
     with_less,
@@ -38,7 +38,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "include": ([],),
     "reasoning": ({},),
     "skip_special_tokens": (True,),
-    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -58,7 +57,7 @@ class ResponseApi:
         """See Api."""
         if takes_so_far(card):
             return Continuation.SO_FAR
-        if any(fields.get(name) for name in COUNTS_OUTPUT):
+        if needs_so_far(fields):
             return None
         return Continuation.MESSAGE if card.get("owned_by") == "vllm" and is_rendered_as_is(transcript.text) else None
 

@@ -16,7 +16,7 @@ import orjson
 from engine.contract.bounded_json import loads
 from engine.contract.requests import Endpoint
 from router.continuing.chats import ChatApi
-from router.continuing.continuations import COUNTS_OUTPUT, Api, Continuation, Rewriter
+from router.continuing.continuations import CONSTRAINTS, COUNTS_OUTPUT, Api, Continuation, Rewriter
 from router.continuing.messages import MessageApi
 from router.continuing.responses import ResponseApi
 from router.continuing.transcript import Transcript
@@ -63,7 +63,7 @@ def obstacle(endpoint: Endpoint, fields: Mapping[str, Any], transcript: Transcri
             return name  # some engines read "100" as a number, but nothing can be subtracted from it
     api = _APIS[endpoint]
     for name, value in fields.items():
-        if value is None or name in api.free or name in COUNTS_OUTPUT:
+        if value is None or name in api.free or name in COUNTS_OUTPUT or name in CONSTRAINTS:
             continue
         # `1 == True` in Python.
         if not any(value == allowed and type(value) is type(allowed) for allowed in api.only.get(name, ())):

@@ -298,7 +298,6 @@ async def test_through_the_gateway_the_official_client_notices_nothing(
         (Endpoint.MESSAGES, {"of_tomorrow": 1}),
         (Endpoint.RESPONSES, {"previous_response_id": "resp_x"}),
         (Endpoint.RESPONSES, {"include": ["message.output_text.logprobs"]}),
-        (Endpoint.RESPONSES, {"text": {"format": {"type": "json_object"}}}),
         (Endpoint.RESPONSES, {"tool_choice": "required"}),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.common.sse import DONE, SseDecoder, sse_event
 from engine.contract.requests import Endpoint
 from router.continuing.chats import ChatRewriter
-from router.continuing.continuations import Continuation
+from router.continuing.continuations import Continuation, needs_so_far
 from router.continuing.resume import ask, continuation_of, ending, obstacle
 from router.continuing.transcript import (
     FOLD_BYTES,
@@ -195,6 +195,10 @@ VLLM, SGLANG, OTHER = ({"owned_by": kind} for kind in ("vllm", "sglang", "someon
         (VLLM, Endpoint.CHAT, {}, "a\n", None),
         (VLLM, Endpoint.CHAT, {}, "a</think>b", None),
         (VLLM, Endpoint.CHAT, {"presence_penalty": 1.0}, "a", None),
+        (OURS, Endpoint.CHAT, {"response_format": {"type": "json_object"}}, "{", Continuation.SO_FAR),
+        (VLLM, Endpoint.CHAT, {"response_format": {"type": "json_object"}}, "{", None),
+        (VLLM, Endpoint.CHAT, {"response_format": {"type": "text"}}, "a", Continuation.MESSAGE),
+        (VLLM, Endpoint.COMPLETIONS, {"prompt": "p", "guided_regex": "a*"}, "a", None),
         (SGLANG, Endpoint.CHAT, {}, " a\n", Continuation.MESSAGE),
         (OTHER, Endpoint.CHAT, {}, "a", None),
         (OTHER, Endpoint.CHAT, {}, "", Continuation.ANEW),
@@ -209,6 +213,22 @@ def test_how_an_engine_is_told(
     event = chat_event({"content": text}) if endpoint is Endpoint.CHAT else text_event(text)
     transcript = transcript_of(endpoint, *([event] if text else []))
     assert continuation_of(card, endpoint, fields, transcript) is continuation
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        (Endpoint.CHAT, {"response_format": {"type": "json_object"}}),
+        (Endpoint.COMPLETIONS, {"guided_choice": ["a", "b"]}),
+        (Endpoint.COMPLETIONS, {"structured_outputs": {"regex": "a*"}}),
+        (Endpoint.MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+        (Endpoint.RESPONSES, {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}),
+    ],
+)
+def test_structured_output_goes_on_at_our_engines_alone(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    assert needs_so_far(fields)
+    assert obstacle(endpoint, fields, Transcript(endpoint)) == ""
+    assert not needs_so_far({"response_format": None, "text": {}, "output_config": {}})
 
 
 @pytest.mark.parametrize(
