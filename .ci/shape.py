@@ -44,6 +44,7 @@ class Excused:
 
 
 EXCUSED = (
+    Excused("parameters", "engine/server/choices.py::AnswerChoice.__init__", "the API's fields: still to be grouped"),
     Excused(
         "lines",
         "engine/backend/cuda/kernels/*",

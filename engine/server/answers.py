@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from engine.common.sse import DONE, sse_event
 from engine.contract.errors import ApiError
 from engine.sched.plan import SampledToken
 from engine.server.choices import Delta, PlacedToken
+from engine.text.calls.events import Arguments, CallStart, Event, Reasoning, Text, joined
 from engine.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -31,6 +32,8 @@ class Usage:
     """Prompt tokens that the request asks to keep and that had no room."""
     has_marks: bool = False
     """Whether the request asks to keep any tokens."""
+    reasoning_tokens: int | None = None
+    """Tokens of the answers' reasoning; None: the model has none."""
 
     def json(self) -> Json:
         """Return the `usage` object. If the request has marks, the object has their counts."""
@@ -38,12 +41,15 @@ class Usage:
         if self.has_marks:
             details["created_cache_tokens"] = max(0, self.kept_tokens - self.cached_tokens)  # vLLM's name
             details["unpinned_tokens"] = self.unkept_tokens
-        return {
+        usage: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 @dataclass(slots=True)
@@ -51,14 +57,22 @@ class Written:
     """The whole output of one choice, for an answer that is not streamed."""
 
     text: str = ""
+    events: list[Event] = field(default_factory=list)
+    """What the output is, if it is not only text: then `text` is empty."""
     tokens: list[PlacedToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
 
+    @property
+    def parts(self) -> tuple[Event, ...]:
+        """What the output is, with neighbouring pieces joined."""
+        return (Text(self.text),) if self.text else tuple(joined(self.events))
+
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self.text += delta.text
+        self.events += delta.events
         self.tokens += delta.tokens
         self.ids += delta.ids
         self.finish = delta.finish
@@ -86,46 +100,49 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What an answer shows beside its text, as the client asked."""
+class Form:
+    """What a client wants to see in an answer beside its text."""
 
     logprobs: bool = False
     include_usage: bool = False
-    """Whether a stream ends with its usage."""
+    """Whether a stream ends with the usage."""
     continuous_usage: bool = False
-    """Whether each event has the usage so far."""
+    """Whether every event of a stream has the usage so far."""
     prompt_ids: Mapping[int, Sequence[int]] | None = None
     """Token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
 
 
 class _Base:
-    def __init__(self, head: Json, tokenizer: Tokenizer, shown: Shown) -> None:
+    def __init__(self, head: Json, tokenizer: Tokenizer, form: Form) -> None:
         self._head = head
-        self._shown = shown
-        self._begun: set[int] = set()
         self._tokenizer = tokenizer
+        self._prompt_ids = form.prompt_ids
+        self._begun: set[int] = set()
+        self._logprobs = form.logprobs
+        self._include_usage = form.include_usage
+        self._continuous_usage = form.continuous_usage
 
     def _event(self, choice: Json, usage: Usage | None, more: Json | None = None) -> bytes:
         tail: Json = {}
-        if self._shown.include_usage:
+        if self._include_usage:
             # If the client asks for usage only at the end, every event before the last says that it has none.
-            tail["usage"] = usage.json() if usage is not None and self._shown.continuous_usage else None
+            tail["usage"] = usage.json() if usage is not None and self._continuous_usage else None
         return sse_event(orjson.dumps({**self._head, "choices": [choice], **(more or {}), **tail}))
 
     def _with_ids(self, choice: Json, ids: Sequence[int]) -> Json:
         """Return the choice, with the ids of its tokens if the client asked for them."""
-        return choice if self._shown.prompt_ids is None else {**choice, "token_ids": list(ids)}
+        return choice if self._prompt_ids is None else {**choice, "token_ids": list(ids)}
 
     def _prompt(self, choice: int) -> Json:
         """Return the ids of the choice's prompt, only once and only if the client asked for them."""
-        if self._shown.prompt_ids is None or choice in self._begun:
+        if self._prompt_ids is None or choice in self._begun:
             return {}
         self._begun.add(choice)
-        return {"prompt_token_ids": list(self._shown.prompt_ids[choice])}
+        return {"prompt_token_ids": list(self._prompt_ids[choice])}
 
     def end(self, usage: Usage) -> bytes:
         """See Answer. The event with no choices is for stream_options.include_usage."""
-        if not self._shown.include_usage:
+        if not self._include_usage:
             return DONE
         return sse_event(orjson.dumps({**self._head, "choices": [], "usage": usage.json()})) + DONE
 
@@ -137,9 +154,21 @@ class _Base:
 class ChatAnswer(_Base):
     """`/v1/chat/completions`."""
 
-    def __init__(self, answer_id: str, model: str, created_s: int, tokenizer: Tokenizer, shown: Shown) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        created_s: int,
+        tokenizer: Tokenizer,
+        form: Form,
+        call_id: Callable[[], str] = str,
+    ) -> None:
+        """`call_id` returns the id of a new call."""
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
-        super().__init__({**self._whole, "object": "chat.completion.chunk"}, tokenizer, shown)
+        self._call_id = call_id
+        self._calls: dict[int, int] = {}
+        """Index of the last call of each choice."""
+        super().__init__({**self._whole, "object": "chat.completion.chunk"}, tokenizer, form)
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
@@ -149,13 +178,54 @@ class ChatAnswer(_Base):
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
-        if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(delta.tokens) if self._shown.logprobs else None
-            said = _chat_choice(choice, {"content": delta.text}, logprobs, None)
-            events += self._event(self._with_ids(said, delta.ids), usage)
+        said = [one for part in delta.parts if (one := self._delta(choice, part)) is not None]
+        if not said and (delta.tokens or delta.ids):
+            said = [{"content": ""}]
+        for i, one in enumerate(said):
+            tokens, ids = (delta.tokens, delta.ids) if i == 0 else ((), ())
+            logprobs = self._token_logprobs(tokens) if self._logprobs else None
+            events += self._event(self._with_ids(_chat_choice(choice, one, logprobs, None), ids), usage)
         if delta.finish is not None:
             events += self._event(self._with_ids(_chat_choice(choice, {}, None, delta.finish), ()), usage)
         return events
+
+    def _delta(self, choice: int, part: Event) -> Json | None:
+        """Return the delta that says the part; None: clients do not see it."""
+        match part:
+            case Text():
+                return {"content": part.text}
+            case Reasoning():
+                return {"reasoning_content": part.text}
+            case CallStart():
+                index = self._calls[choice] = self._calls.get(choice, -1) + 1
+                return {"tool_calls": [{"index": index, **self._call(part.name, "")}]}
+            case Arguments():
+                return {"tool_calls": [{"index": self._calls[choice], "function": {"arguments": part.text}}]}
+        return None
+
+    def _call(self, name: str, arguments: str) -> Json:
+        return {"id": self._call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _message(self, said: Written) -> Json:
+        """Return the whole message. Without calls it has a content, even if that is empty."""
+        text, reasoning = "", ""
+        calls: list[Json] = []
+        for part in said.parts:
+            match part:
+                case Text():
+                    text += part.text
+                case Reasoning():
+                    reasoning += part.text
+                case CallStart():
+                    calls.append(self._call(part.name, ""))
+                case Arguments():
+                    calls[-1]["function"]["arguments"] += part.text
+        message: Json = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
         """See Answer."""
@@ -163,8 +233,8 @@ class ChatAnswer(_Base):
             self._with_ids(
                 {
                     "index": i,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": self._token_logprobs(choice.tokens) if self._shown.logprobs else None,
+                    "message": self._message(choice),
+                    "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
                     "finish_reason": choice.finish,
                 },
                 choice.ids,
@@ -201,13 +271,13 @@ class CompletionAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
-        shown: Shown,
+        form: Form,
         *,
         echoed: Mapping[int, str],
         scored: Mapping[int, Sequence[PlacedToken]] | None = None,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(head, tokenizer, shown)
+        super().__init__(head, tokenizer, form)
         self._echoed = echoed
         self._scored = scored or {}
 
@@ -223,7 +293,7 @@ class CompletionAnswer(_Base):
         """See Answer."""
         events = b""
         if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(choice, (), delta.tokens) if self._shown.logprobs else None
+            logprobs = self._token_logprobs(choice, (), delta.tokens) if self._logprobs else None
             said = self._told(choice, _text_choice(choice, delta.text, logprobs, None), delta.ids)
             events += self._event(said, usage)
         if delta.finish is not None:
@@ -242,7 +312,7 @@ class CompletionAnswer(_Base):
                 _text_choice(
                     i,
                     self._echoed.get(i, "") + choice.text,
-                    self._token_logprobs(i, self._scored.get(i, ()), choice.tokens) if self._shown.logprobs else None,
+                    self._token_logprobs(i, self._scored.get(i, ()), choice.tokens) if self._logprobs else None,
                     choice.finish,
                 ),
                 choice.ids,

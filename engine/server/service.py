@@ -21,9 +21,9 @@ from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.server.choices import AnswerChoice, Before, Stops
+from engine.server.choices import AnswerChoice
+from engine.server.http.wire import RETRY_AFTER_S, BodyRoom
 from engine.server.requests import GenerationJob, ModelText
-from engine.server.wire import RETRY_AFTER_S, BodyRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,11 +111,15 @@ class EngineService:
                     len(choices),
                     i,
                     self.model.tokenizer,
-                    Stops(job.stop, job.sampling.min_tokens),
+                    job.stop,
                     logprobs=job.sampling.logprobs is not None,
-                    before=Before(prompt.context, len(prompt.answered), prompt.answered_chars),
+                    context=prompt.context,
+                    answered=len(prompt.answered),
+                    answered_chars=prompt.answered_chars,
                     sends_ids=job.returns_token_ids,
                     shows_special=job.shows_special,
+                    min_tokens=job.sampling.min_tokens,
+                    reading=job.reading,
                 )
         return requests, choices
 

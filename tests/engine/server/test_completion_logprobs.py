@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.sched.plan import SampledToken
 from engine.sched.request import FinishReason
 from engine.sched.scheduler import TokenOutput
-from engine.server.answers import CompletionAnswer, Shown, Usage, Written
-from engine.server.choices import AnswerChoice, Stops
+from engine.server.answers import CompletionAnswer, Form, Usage, Written
+from engine.server.choices import AnswerChoice
 from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import Engine
 
@@ -27,13 +27,13 @@ def output(token: SampledToken | None, finish: FinishReason | None = None) -> To
 def answered(loaded: LoadedModel, tokens: list[SampledToken], stops: tuple[str, ...] = ()) -> tuple[str, Any]:
     """Return the text and the log-probabilities of an answer with these tokens."""
     tokenizer = loaded.text.tokenizer
-    choice, written = AnswerChoice(0, 0, tokenizer, Stops(stops), logprobs=True), Written()
+    choice, written = AnswerChoice(0, 0, tokenizer, stops, logprobs=True), Written()
     for i, token in enumerate(tokens):
         delta = choice.push(output(token, FinishReason.LENGTH if i + 1 == len(tokens) else None))
         written.add(delta)
         if delta.finish:
             break
-    answer = CompletionAnswer("id", "m", 0, tokenizer, Shown(logprobs=True), echoed={})
+    answer = CompletionAnswer("id", "m", 0, tokenizer, Form(logprobs=True), echoed={})
     body = orjson.loads(answer.body([written], Usage(1, len(tokens), 0)))
     return body["choices"][0]["text"], body["choices"][0]["logprobs"]
 
