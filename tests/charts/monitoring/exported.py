@@ -79,6 +79,7 @@ def engine_text() -> str:
     metrics.observe_finish(elapsed_s=1.0, reason="stop")
     metrics.observe_response("/v1/models", 200)
     metrics.observe_ignored({"store"})
+    metrics.observe_constraint("compiled", 1.0)
     metrics.update(LoadReport(), preemptions=0)
     metrics.update_registry(RegistryState())
     metrics.registry.register(TierCollector(all_tiers(), "m"))
