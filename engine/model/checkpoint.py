@@ -4,7 +4,8 @@
 
 Writes config.json, generation_config.json, model.safetensors, tokenizer.json, tokenizer_config.json and
 special_tokens_map.json of a Llama model. The tokenizer is a byte-level BPE trained on `corpus.txt`. The weights are
-random, so the model's text has no meaning, but computing it takes as long as with a trained model of that size.
+random, so the model's text has no meaning, but computing it takes as long as with a trained model of that size. The
+chat template has tools and reasoning in the form of Hermes and Qwen.
 """
 
 from __future__ import annotations
@@ -38,18 +39,29 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>system\\n' -}}
 {%- if has_system %}{{- messages[0]['content'] -}}{% endif -%}
 {%- if tools -%}
-{{- '\\n\\n# Tools\\n\\nYou may call one of these functions:\\n' -}}
+{{- '\\n\\n# Tools\\n\\nYou may call these functions:\\n<tools>\\n' -}}
 {%- for tool in tools %}{{- tool | tojson + '\\n' -}}{% endfor -%}
+{{- '</tools>\\n\\nFor each call, write:\\n<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' -}}
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in (messages[1:] if has_system else messages) -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['reasoning_content'] -%}
+{{- '<think>\\n' + message['reasoning_content'] + '\\n</think>\\n\\n' -}}
+{%- endif -%}
 {%- if message['content'] %}{{- message['content'] -}}{% endif -%}
-{%- for call in message['tool_calls'] or [] %}{{- '\\n' + call | tojson -}}{% endfor -%}
+{%- for call in message['tool_calls'] or [] -%}
+{%- if message['content'] or not loop.first %}{{- '\\n' -}}{% endif -%}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' -}}{% endif -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' -}}{% endif -%}
+{%- endif -%}
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from engine.common.sse import DONE, sse_event
 from engine.contract.errors import ApiError
 from engine.sched.plan import SampledToken
 from engine.server.choices import Delta, PlacedToken
+from engine.text.calls.events import Arguments, CallStart, Event, Reasoning, Text, joined
 from engine.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -31,6 +32,8 @@ class Usage:
     """Prompt tokens that the request asks to keep and that had no room."""
     has_marks: bool = False
     """Whether the request asks to keep any tokens."""
+    reasoning_tokens: int | None = None
+    """Tokens of the answers' reasoning; None: the model has none."""
 
     def json(self) -> Json:
         """Return the `usage` object. If the request has marks, the object has their counts."""
@@ -38,12 +41,15 @@ class Usage:
         if self.has_marks:
             details["created_cache_tokens"] = max(0, self.kept_tokens - self.cached_tokens)  # vLLM's name
             details["unpinned_tokens"] = self.unkept_tokens
-        return {
+        usage: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 @dataclass(slots=True)
@@ -51,14 +57,22 @@ class Written:
     """The whole output of one choice, for an answer that is not streamed."""
 
     text: str = ""
+    events: list[Event] = field(default_factory=list)
+    """What the output is, if it is not only text: then `text` is empty."""
     tokens: list[PlacedToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
 
+    @property
+    def parts(self) -> tuple[Event, ...]:
+        """What the output is, with neighbouring pieces joined."""
+        return (Text(self.text),) if self.text else tuple(joined(self.events))
+
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self.text += delta.text
+        self.events += delta.events
         self.tokens += delta.tokens
         self.ids += delta.ids
         self.finish = delta.finish
@@ -85,25 +99,28 @@ class Answer(Protocol):
         """Return the whole answer, not streamed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a client wants to see in an answer beside its text."""
+
+    logprobs: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    continuous_usage: bool = False
+    """Whether every event of a stream has the usage so far."""
+    prompt_ids: Mapping[int, Sequence[int]] | None = None
+    """Token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+
+
 class _Base:
-    def __init__(
-        self,
-        head: Json,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None,
-        continuous_usage: bool,
-    ) -> None:
-        """`prompt_ids`: token ids of each choice's prompt, if the answer returns token ids; their fields are vLLM's."""
+    def __init__(self, head: Json, tokenizer: Tokenizer, form: Form) -> None:
         self._head = head
-        self._prompt_ids = prompt_ids
-        self._begun: set[int] = set()
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
+        self._prompt_ids = form.prompt_ids
+        self._begun: set[int] = set()
+        self._logprobs = form.logprobs
+        self._include_usage = form.include_usage
+        self._continuous_usage = form.continuous_usage
 
     def _event(self, choice: Json, usage: Usage | None, more: Json | None = None) -> bytes:
         tail: Json = {}
@@ -143,21 +160,15 @@ class ChatAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
+        form: Form,
+        call_id: Callable[[], str] = str,
     ) -> None:
+        """`call_id` returns the id of a new call."""
         self._whole = {"id": answer_id, "object": "chat.completion", "created": created_s, "model": model}
-        super().__init__(
-            {**self._whole, "object": "chat.completion.chunk"},
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        self._call_id = call_id
+        self._calls: dict[int, int] = {}
+        """Index of the last call of each choice."""
+        super().__init__({**self._whole, "object": "chat.completion.chunk"}, tokenizer, form)
 
     def start(self, choice: int, usage: Usage) -> bytes:
         """See Answer."""
@@ -167,13 +178,54 @@ class ChatAnswer(_Base):
     def events(self, choice: int, delta: Delta, usage: Usage | None = None) -> bytes:
         """See Answer."""
         events = b""
-        if delta.text or delta.tokens or delta.ids:
-            logprobs = self._token_logprobs(delta.tokens) if self._logprobs else None
-            said = _chat_choice(choice, {"content": delta.text}, logprobs, None)
-            events += self._event(self._with_ids(said, delta.ids), usage)
+        said = [one for part in delta.parts if (one := self._delta(choice, part)) is not None]
+        if not said and (delta.tokens or delta.ids):
+            said = [{"content": ""}]
+        for i, one in enumerate(said):
+            tokens, ids = (delta.tokens, delta.ids) if i == 0 else ((), ())
+            logprobs = self._token_logprobs(tokens) if self._logprobs else None
+            events += self._event(self._with_ids(_chat_choice(choice, one, logprobs, None), ids), usage)
         if delta.finish is not None:
             events += self._event(self._with_ids(_chat_choice(choice, {}, None, delta.finish), ()), usage)
         return events
+
+    def _delta(self, choice: int, part: Event) -> Json | None:
+        """Return the delta that says the part; None: clients do not see it."""
+        match part:
+            case Text():
+                return {"content": part.text}
+            case Reasoning():
+                return {"reasoning_content": part.text}
+            case CallStart():
+                index = self._calls[choice] = self._calls.get(choice, -1) + 1
+                return {"tool_calls": [{"index": index, **self._call(part.name, "")}]}
+            case Arguments():
+                return {"tool_calls": [{"index": self._calls[choice], "function": {"arguments": part.text}}]}
+        return None
+
+    def _call(self, name: str, arguments: str) -> Json:
+        return {"id": self._call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _message(self, said: Written) -> Json:
+        """Return the whole message. Without calls it has a content, even if that is empty."""
+        text, reasoning = "", ""
+        calls: list[Json] = []
+        for part in said.parts:
+            match part:
+                case Text():
+                    text += part.text
+                case Reasoning():
+                    reasoning += part.text
+                case CallStart():
+                    calls.append(self._call(part.name, ""))
+                case Arguments():
+                    calls[-1]["function"]["arguments"] += part.text
+        message: Json = {"role": "assistant", "content": (text or None) if calls else text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def body(self, written: Sequence[Written], usage: Usage) -> bytes:
         """See Answer."""
@@ -181,7 +233,7 @@ class ChatAnswer(_Base):
             self._with_ids(
                 {
                     "index": i,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "message": self._message(choice),
                     "logprobs": self._token_logprobs(choice.tokens) if self._logprobs else None,
                     "finish_reason": choice.finish,
                 },
@@ -219,23 +271,13 @@ class CompletionAnswer(_Base):
         model: str,
         created_s: int,
         tokenizer: Tokenizer,
+        form: Form,
         *,
-        logprobs: bool,
-        include_usage: bool,
         echoed: Mapping[int, str],
         scored: Mapping[int, Sequence[PlacedToken]] | None = None,
-        prompt_ids: Mapping[int, Sequence[int]] | None = None,
-        continuous_usage: bool = False,
     ) -> None:
         head = {"id": answer_id, "object": "text_completion", "created": created_s, "model": model}
-        super().__init__(
-            head,
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=include_usage,
-            prompt_ids=prompt_ids,
-            continuous_usage=continuous_usage,
-        )
+        super().__init__(head, tokenizer, form)
         self._echoed = echoed
         self._scored = scored or {}
 

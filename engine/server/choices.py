@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from engine.sched.plan import SampledToken
 from engine.sched.request import FinishReason
 from engine.sched.scheduler import TokenOutput
+from engine.server.tools import Reading
+from engine.text.calls.events import Arguments, CallEnd, CallStart, Event, Text
+from engine.text.calls.machine import Reader
 from engine.text.detokenize import Detokenizer
 from engine.text.stops import StopStrings
 from engine.text.tokenizer import Tokenizer
+
+TOOL_CALLS = "tool_calls"
+"""The finish reason of an answer that has called a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,13 @@ class Delta:
     included."""
     stop: str | None = None
     """The stop string that ended the sequence."""
+    events: tuple[Event, ...] = ()
+    """What the part is, if it is not only text: then `text` is empty."""
+
+    @property
+    def parts(self) -> tuple[Event, ...]:
+        """What the part is."""
+        return (Text(self.text),) if self.text else self.events
 
 
 def offsets_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -65,18 +78,28 @@ class AnswerChoice:
         sends_ids: bool = False,
         shows_special: bool = False,
         min_tokens: int = 0,
+        reading: Reading | None = None,
     ) -> None:
         """`context`, `shows_special`: see `Detokenizer`. `answered`, `answered_chars`: tokens of the answer that the
         client already has, and the length of their text. `sends_ids`: send a delta for every token, with its id.
-        `min_tokens`: no stop string ends the answer before."""
+        `min_tokens`: no stop string ends the answer before. `reading`: how calls and reasoning are read; None: all is
+        text."""
         self.index = index
         self.prompt = prompt
         """Index of the prompt that the sequence continues."""
         self.cached_tokens = self.kept_tokens = self.unkept_tokens = 0
         self.completion_tokens = answered
+        self.reasoning_tokens = 0
         self.finish: str | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, context, shows_special=shows_special)
+        self._reading = reading
+        self._reader = None if reading is None else reading.reader()
+        self._has_called = False
+        self._call = ""
+        """Name of the last call."""
+        self._arguments: list[str] = []
+        shown = frozenset[int]() if reading is None else reading.shown
+        self._detokenizer = Detokenizer(tokenizer, context, shows_special=shows_special, shown=shown)
         self._stops = StopStrings(stops)
         self._logprobs = logprobs
         self._sends_ids = sends_ids
@@ -86,8 +109,8 @@ class AnswerChoice:
         self._min_tokens = min_tokens
 
     def push(self, output: TokenOutput) -> Delta:
-        """Return the delta of `output`. If the delta has a finish and `output` has none, a stop string was found: abort
-        the request."""
+        """Return the delta of `output`. If the delta has a finish and `output` has none, abort the request: a stop
+        string was found, or the only call is complete."""
         self.cached_tokens = output.cached_tokens
         self.kept_tokens, self.unkept_tokens = output.kept_tokens, output.unkept_tokens
         text, stopped = "", False
@@ -108,12 +131,41 @@ class AnswerChoice:
             rest, stopped = self._stops.push(self._detokenizer.finish())
             text += rest if stopped else rest + self._stops.finish()
         finish = FinishReason.STOP if stopped else output.finish
+        events: tuple[Event, ...] = ()
+        if self._reader is not None:
+            events, is_complete = self._read(self._reader, text, finish)
+            text = ""
+            finish = FinishReason.STOP if is_complete else finish
         self.finish = None if finish is None else finish.value
-        sends = bool(text) or self.finish is not None or bool(ids)
+        if self._has_called and finish is FinishReason.STOP and self._stops.found is None:
+            self.finish = TOOL_CALLS
+        sends = bool(text or events or ids) or self.finish is not None
         tokens = tuple(self._unsent) if sends else ()
         if sends:
             self._unsent.clear()
-        return Delta(text, tokens, self.finish, ids, self._stops.found)
+        return Delta(text, tokens, self.finish, ids, self._stops.found, events)
+
+    def _read(self, reader: Reader, text: str, finish: FinishReason | None) -> tuple[tuple[Event, ...], bool]:
+        """Return what the text is, and whether the only call that the answer may have is complete."""
+        events = reader.push(text) if text else []
+        self.reasoning_tokens += reader.is_reasoning
+        if finish is not None:
+            events += reader.finish()
+        for i, event in enumerate(events):
+            match event:
+                case CallStart():
+                    self._has_called, self._call, self._arguments = True, event.name, []
+                case Arguments():
+                    self._arguments.append(event.text)
+                case CallEnd():
+                    self._note_call()
+                    if self._reading is not None and not self._reading.is_parallel:
+                        return tuple(events[: i + 1]), True
+        return tuple(events), False
+
+    def _note_call(self) -> None:
+        if self._reading is not None and self._reading.made is not None:
+            self._reading.made.note(self._reading.salt, self._call, "".join(self._arguments))
 
     def _place(self, token: int, piece: str) -> int:
         """Return the characters before a token that has made `piece` certain. The piece may begin with the remains of

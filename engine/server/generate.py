@@ -16,8 +16,10 @@ from engine.contract.requests import Endpoint
 from engine.loop.step_loop import ConstraintFailed, RequestRefused, StepFailed, TokenStream
 from engine.sched.request import FinishReason, Request
 from engine.sched.scheduler import QueueFull, TokenOutput
-from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Usage, Written
+from engine.server.answers import Answer, ChatAnswer, CompletionAnswer, Form, Usage, Written
 from engine.server.choices import AnswerChoice, Delta, PlacedToken
+from engine.server.http.tracing import Timeline, traced
+from engine.server.http.wire import RETRY_AFTER_S, body_of, ending, send_json, write
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
 from engine.server.prompt_scores import prompt_scores
@@ -25,8 +27,6 @@ from engine.server.requests import GenerationJob, prepare
 from engine.server.response_answers import ResponsesAnswer
 from engine.server.response_requests import prepare_response
 from engine.server.service import EngineService, ServerState
-from engine.server.tracing import Timeline, traced
-from engine.server.wire import RETRY_AFTER_S, body_of, ending, send_json, write
 
 _NUMBER = re.compile(r"\[\d+\]")
 _MAX_NAMED_CHARS = 500
@@ -78,7 +78,13 @@ class _Generation:
             kept_tokens=sum(choice.kept_tokens for choice in first),
             unkept_tokens=sum(choice.unkept_tokens for choice in first),
             has_marks=any(prompt.marks for prompt in self.job.prompts),
+            reasoning_tokens=self._reasoning_tokens(),
         )
+
+    def _reasoning_tokens(self) -> int | None:
+        if self.job.reading is None or not self.job.reading.has_reasoning:
+            return None
+        return sum(choice.reasoning_tokens for choice in self.choices.values())
 
     def response_headers(self, cached_tokens: int) -> dict[str, str]:
         """Return the headers with the pod and the token counts, for the gateway."""
@@ -201,25 +207,18 @@ def _answer(
             marks=prompt.marks,
             fills_context=prompt.fills_context,
             says_nothing=job.says_nothing,
+            call_id=service.model.answers.call_id,
         )
     name, created_s, tokenizer = service.model.name, int(time.time()), service.model.tokenizer
     if endpoint is Endpoint.RESPONSES:
-        return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told)
-    logprobs = job.sampling.logprobs is not None
+        return ResponsesAnswer(secrets.token_hex(12), name, created_s, job.told, call_id=service.model.answers.call_id)
     prompt_ids = None
     if job.returns_token_ids:
         prompt_ids = {choice.index: job.prompts[choice.prompt].tokens for choice in choices.values()}
+    form = Form(job.sampling.logprobs is not None, job.include_usage, job.continuous_usage, prompt_ids)
     if endpoint is Endpoint.CHAT:
-        return ChatAnswer(
-            f"chatcmpl-{secrets.token_hex(12)}",
-            name,
-            created_s,
-            tokenizer,
-            logprobs=logprobs,
-            include_usage=job.include_usage,
-            continuous_usage=job.continuous_usage,
-            prompt_ids=prompt_ids,
-        )
+        answer_id = f"chatcmpl-{secrets.token_hex(12)}"
+        return ChatAnswer(answer_id, name, created_s, tokenizer, form, service.model.answers.call_id)
     echoed = {}
     if job.echo:
         echoed = {choice.index: job.prompts[choice.prompt].text or "" for choice in choices.values()}
@@ -228,12 +227,9 @@ def _answer(
         name,
         created_s,
         tokenizer,
-        logprobs=logprobs,
-        include_usage=job.include_usage,
-        continuous_usage=job.continuous_usage,
+        form,
         echoed=echoed,
         scored={choice.index: scores[choice.prompt] for choice in choices.values()} if scores else None,
-        prompt_ids=prompt_ids,
     )
 
 

@@ -17,7 +17,6 @@ from engine.server.fields import Body, SharedFields, StopString, check_number, p
 from engine.server.marks import CacheControl
 
 _UNSUPPORTED = "unsupported_parameter"
-_TOOL_BLOCKS = ("tool_use", "tool_result")
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "container": (),
@@ -25,9 +24,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
 }
 """Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
 always accepted."""
@@ -43,6 +39,56 @@ class TextBlock(BaseModel):
     text: str
     cache_control: CacheControl | None = None
     citations: list[Any] | None = None
+
+
+class ToolUseBlock(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: _Anything = None
+    """Who called: the model, for this engine has no tools of its own."""
+
+
+class ToolResultBlock(BaseModel):
+    """What a tool has returned. `is_error` is not rendered: the content says what went wrong."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Anything = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(BaseModel):
+    """Reasoning in an earlier answer. Its signature needs no check: clients may change what they send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedBlock(BaseModel):
+    """Reasoning that another engine has encrypted. It is not rendered."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class ThinkingWish(BaseModel):
+    """`thinking`: whether the model reasons. No engine can keep to `budget_tokens`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Annotated[str, Field(max_length=64)] | None = None
 
 
 class Message(BaseModel):
@@ -71,6 +117,9 @@ class CountFields(Body):
     system: _Anything = None
     cache_control: CacheControl | None = None
     """A mark at the end of the last block."""
+    tools: list[_Anything] | None = None
+    tool_choice: _Anything = None
+    thinking: ThinkingWish | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     output_format: _Anything = None
     output_config: OutputConfig | None = None
@@ -86,10 +135,23 @@ class MessagesFields(CountFields, SharedFields):
     metadata: dict[str, Any] | None = None
 
 
-def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]:
-    """Return the marks in the content of a message or of `system`: (blocks up to and including the marked one, mark).
+_BLOCKS: Mapping[str, Mapping[str, type[BaseModel]]] = {
+    "assistant": {
+        "text": TextBlock,
+        "tool_use": ToolUseBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedBlock,
+    },
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "system": {"text": TextBlock},
+}
+"""The blocks that a role may have."""
 
-    Raises BadRequest naming the block that is not text.
+
+def check_content(content: object, where: str, role: str = "system") -> list[tuple[int, CacheControl]]:
+    """Return the marks in the content of a message or of `system`: (index of the marked block, mark).
+
+    Raises BadRequest naming the block that is not supported.
     """
     if isinstance(content, str):
         return []
@@ -101,14 +163,25 @@ def check_content(content: object, where: str) -> list[tuple[int, CacheControl]]
         at = f"{where}[{j}]"
         if not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
             raise _bad(at, "must be an object with a 'type'")
-        if kind in _TOOL_BLOCKS:
-            raise _bad(f"{at}.type", f"{kind!r} is not supported: this engine does not parse tool calls", _UNSUPPORTED)
-        if kind != "text":
-            raise _bad(f"{at}.type", f"{kind[:40]!r} is not supported: this engine reads text only", _UNSUPPORTED)
-        mark = parse_at(TextBlock, block, at).cache_control
-        if mark is not None:
-            marks.append((j + 1, mark))
+        if (model := _BLOCKS[role].get(kind)) is None:
+            is_known = any(kind in one for one in _BLOCKS.values())
+            why = f"no {role} message has it" if is_known else "this engine reads text only"
+            raise _bad(f"{at}.type", f"{kind[:40]!r} is not supported: {why}", _UNSUPPORTED)
+        parsed = parse_at(model, block, at)
+        if isinstance(parsed, ToolResultBlock):
+            _check_result(parsed.content, f"{at}.content")
+        if (mark := getattr(parsed, "cache_control", None)) is not None:
+            marks.append((j, mark))
     return marks
+
+
+def _check_result(content: object, where: str) -> None:
+    """Check the content of a tool's result. Raises BadRequest naming the block that is not text."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise _bad(where, "must be a string or a list of text blocks")
+    check_content(content, where)
 
 
 def _bad(param: str, message: str, code: str = "invalid_value") -> BadRequest:

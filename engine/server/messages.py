@@ -10,9 +10,9 @@ from typing import Any
 from engine.contract.errors import BadRequest
 from engine.sched.request import ToolUse
 from engine.server.fields import check_number
-from engine.text.chat import ChatTemplate
+from engine.text.calls.made import MadeCalls
+from engine.text.chat import Arguments, ChatTemplate
 from engine.text.exact_numbers import exact_json
-from engine.text.rendering import Arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning")
@@ -22,29 +22,19 @@ _EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations", "parsed")
 """Fields that clients send back with an earlier answer: ignored if empty."""
 
 
-def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Any], made: MadeCalls, salt: str = "") -> list[dict[str, Any]]:
     """Return the messages with joined text parts and parsed tool-call arguments, as `ChatRenderer` takes them.
 
-    A null content stays null. Raises BadRequest naming the fault.
+    A null content stays null. `made`: calls that the model has made for requests with this salt. Raises BadRequest
+    naming the fault.
     """
     check_number(messages, "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def check_tools(tools: Sequence[Any] | None, tool_choice: object) -> None:
-    """Raises BadRequest if a tool is not a named function, or if a call is demanded: the engine forces no calls."""
-    check_number(tools or (), "tools")
-    for i, tool in enumerate(tools or ()):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise _bad(where, "must be an object with type 'function'")
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise _bad(f"{where}.function.name", "must be a string")
-    if tool_choice not in (None, "none", "auto"):
-        raise BadRequest(
-            "tool_choice: only 'none' and 'auto' are supported", param="tool_choice", code="unsupported_parameter"
-        )
+    out = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for call in (call for message in out for call in message.get("tool_calls", ())):
+        function, given = call["function"], call["function"]["arguments"]
+        if (text := made.text_of(salt, function["name"], given)) is not None:
+            function["arguments"] = Arguments(text, given, text)
+    return out
 
 
 def tool_use(messages: Sequence[Any], *, may_be_called: bool) -> ToolUse | None:
@@ -134,7 +124,9 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _bad(f"{where}[{i}].function.name", "must be a string")
         arguments = _arguments(function.get("arguments"), f"{where}[{i}].function.arguments")
-        out.append({**call, "function": {**function, "arguments": arguments}})
+        written = {"name": function["name"], "arguments": arguments}  # the order of templates, whatever the client's is
+        rest = {name: value for name, value in function.items() if name not in written}
+        out.append({**call, "function": {**written, **rest}})
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from engine.contract.errors import BadRequest
@@ -24,6 +25,17 @@ _OWN = {
 """What `ChatTemplate.render` itself passes to a template."""
 
 
+class Ending(Enum):
+    """How a prompt ends."""
+
+    TURN = auto()
+    """With the beginning of the assistant's turn."""
+    OPEN = auto()
+    """Within the last message, which the answer continues."""
+    NOTHING = auto()
+    """With the last message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """The text of a chat's prompt."""
@@ -40,12 +52,12 @@ def render_chat(
     variables: dict[str, Any] | None = None,
     *,
     places: Sequence[str] = (),
+    salt: str | None = None,
     may_call: bool = True,
-    add_generation_prompt: bool = True,
-    goes_on: bool = False,
+    ending: Ending = Ending.TURN,
 ) -> Rendered:
-    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `may_call`: whether the
-    model may call the tools. `goes_on`: the answer continues the last message.
+    """Return the prompt. `places`: where each message is in the request; empty: `messages[i]`. `salt`: that of the
+    request. `may_call`: whether the model may call the tools.
 
     Raises BadRequest for a message that is not valid, and for a text of the request that the template leaves out.
     """
@@ -62,9 +74,13 @@ def render_chat(
                 param=f"chat_template_kwargs.{name}",
             )
     tools = [without_mark(tool) if isinstance(tool, dict) else tool for tool in tools or ()]
-    checked = template_messages(messages)
+    checked = template_messages(messages, model.made_calls, salt or "")
     rendered = model.template.render(
-        checked, tools, variables, add_generation_prompt=add_generation_prompt, goes_on=goes_on
+        checked,
+        tools,
+        variables,
+        add_generation_prompt=ending is not Ending.NOTHING,
+        goes_on=ending is Ending.OPEN,
     )
     ignored = list(unread_reasoning(checked, model.template.template))
     for place in rendered.left_out:

@@ -17,9 +17,12 @@ from engine.sched.sampling import SamplingParams
 from engine.server.choices import offsets_of
 from engine.server.fields import ChatFields, CompletionFields, GenerationFields, StreamOptions, parse_fields
 from engine.server.marks import chat_places, kept_marks, marks_at
-from engine.server.messages import check_tools, tool_use
-from engine.server.rendered import render_chat
+from engine.server.messages import tool_use
+from engine.server.rendered import Ending, render_chat
 from engine.server.so_far import answered_tokens
+from engine.server.tools import Reading, chat_choice, check_tools, reading_of
+from engine.text.calls.formats import AnswerFormat
+from engine.text.calls.made import MadeCalls
 from engine.text.detokenize import context_of
 from engine.text.exact_numbers import exact_fields
 from engine.text.key_spans import chat_spans, text_spans, token_spans
@@ -61,6 +64,10 @@ class ModelText:
     """The checkpoint's values of sampling fields, for requests that do not give them."""
     max_new_tokens: int | None = None
     """Most tokens of any answer, by the checkpoint."""
+    answers: AnswerFormat = field(default_factory=AnswerFormat)
+    """How the model writes calls and reasoning."""
+    made_calls: MadeCalls = field(default_factory=MadeCalls)
+    """Calls that it has made."""
 
     def answer_limit(self, asked: int) -> int:
         """Return the most tokens of an answer to a request that asks for `asked` tokens."""
@@ -90,6 +97,8 @@ class Prompt:
     """Whether `max_tokens` was lowered to the room in the context."""
     tools: ToolUse | None = None
     """The use of tools in the request; None: there is none."""
+    reading: Reading | None = None
+    """How the answers are read; None: they are text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,15 @@ class GenerationJob:
     """Whether the request is only for computing the prompt: the answer omits the one generated token."""
     constraint: Constraint | None = None
     """What every answer follows; None: anything."""
+
+    @property
+    def reading(self) -> Reading | None:
+        """How the answers are read. A request with several prompts has no chat."""
+        reading = self.prompts[0].reading
+        if reading is None or self.constraint is None:
+            return reading
+        # All of the answer follows the constraint, so none of it is a call or reasoning.
+        return replace(reading, tools=None, is_beginning=False)
 
     @property
     def scores_prompt(self) -> bool:
@@ -247,16 +265,17 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
 
     `exact`: the body with exact numbers.
     """
-    check_tools(fields.tools, fields.tool_choice)
+    offered = check_tools(fields.tools)
+    choice = chat_choice(fields.tool_choice, offered, fields.parallel_tool_calls)
     own, unread = own_variables(model, {"reasoning_effort": fields.reasoning_effort, "verbosity": fields.verbosity})
     rendered = render_chat(
         model,
         exact["messages"],
         exact.get("tools"),
         own | (exact.get("chat_template_kwargs") or {}),
-        may_call=fields.tool_choice != "none",
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        goes_on=_goes_on(fields),
+        salt=fields.cache_salt,
+        may_call=choice.kind != "none",
+        ending=_ending(fields),
     )
     text = rendered.text
     encoded = encode_prompt(model, text, "messages", fields.cache_salt, add_special_tokens=False)
@@ -269,9 +288,11 @@ def _chat_prompt(model: ModelText, fields: ChatFields, exact: Mapping[str, Any])
     if None not in (fields.max_tokens, fields.max_completion_tokens) and fields.max_tokens != given:
         raise BadRequest("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     room = room_for(model, len(encoded.ids), given, "messages")
-    tools = tool_use(fields.messages, may_be_called=bool(fields.tools) and fields.tool_choice != "none")
+    tools = tool_use(fields.messages, may_be_called=bool(offered) and choice.kind != "none")
+    begins = not (fields.continue_final_message or fields.answer_so_far)
+    reading = reading_of(model, offered, choice, text, is_beginning=begins, salt=fields.cache_salt)
     limit = model.answer_limit(room if given is None else given)
-    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools)
+    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=tools, reading=reading)
     return with_answer_so_far(model, fields, prompt), (*unread, *rendered.ignored)
 
 
@@ -282,10 +303,17 @@ def own_variables(model: ModelText, fields: Mapping[str, str | None]) -> tuple[d
     return read, [name for name in given if name not in read]
 
 
-def _goes_on(fields: ChatFields) -> bool:
-    """Return whether the answer continues the last message. Raises BadRequest."""
+def thinking_variables(model: ModelText, *, is_on: bool) -> dict[str, Any]:
+    """Return the variables of the chat template that turn reasoning on or off, as far as the template reads any."""
+    if model.template is None:
+        return {}
+    return {name: is_on for name in ("enable_thinking", "thinking") if model.template.reads(name)}
+
+
+def _ending(fields: ChatFields) -> Ending:
+    """Return how the prompt ends. Raises BadRequest."""
     if not fields.continue_final_message:
-        return False
+        return Ending.NOTHING if fields.add_generation_prompt is False else Ending.TURN
     if fields.add_generation_prompt is not False:
         raise BadRequest(
             "continue_final_message needs add_generation_prompt to be false: the answer continues the last message "
@@ -296,7 +324,7 @@ def _goes_on(fields: ChatFields) -> bool:
         raise BadRequest(
             "continue_final_message needs the last message to be one of the assistant", param="continue_final_message"
         )
-    return True
+    return Ending.OPEN
 
 
 def _completion_prompt(model: ModelText, fields: CompletionFields, prompt: str | list[int]) -> Prompt:
@@ -339,7 +367,10 @@ def with_answer_so_far(model: ModelText, fields: GenerationFields, prompt: Promp
     if (fields.n or 1) > 1:
         raise BadRequest("answer_so_far needs n to be 1", param="answer_so_far")
     check_length(model, fields.answer_so_far, "answer_so_far")
-    answered = answered_tokens(model.tokenizer, fields.answer_so_far, fields.stop, prompt.max_tokens)
+    text = fields.answer_so_far
+    if prompt.reading is not None and (thinking := prompt.reading.open_reasoning) is not None:
+        text = f"{thinking[1]}\n\n{text}"  # the client has text, so the reasoning has ended
+    answered = answered_tokens(model.tokenizer, text, fields.stop, prompt.max_tokens)
     check_ids(answered, model.vocab_size, "answer_so_far")
     if len(answered) >= prompt.max_tokens:
         raise BadRequest(

@@ -1,6 +1,6 @@
 """Turns the body of `/v1/responses` into a sequence for the scheduler. Pure work for a thread: nothing here waits.
 
-The engine takes a subset: text in, text out, and no stored answers. Each other field is refused by name.
+The engine takes a subset: text and calls of functions, and no stored answers. Each other field is refused by name.
 Field meanings: https://platform.openai.com/docs/api-reference/responses/create; top_k, min_p, repetition_penalty, seed,
 logit_bias, stop_token_ids, ignore_eos, cache_salt, answer_so_far and chat_template_kwargs are those of the other
 endpoints (`fields.py`).
@@ -8,7 +8,6 @@ endpoints (`fields.py`).
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -17,19 +16,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.contract.errors import ApiError, BadRequest, quoted
 from engine.contract.keys import canonical_chat, compact_json
-from engine.contract.requests import MAX_LISTED, parse_body
-from engine.contract.responses import response_messages
+from engine.contract.requests import parse_body
+from engine.contract.responses import response_messages, response_tools
 from engine.grammar.asked import text_format
 from engine.server.fields import (
     IGNORED,
     GenerationFields,
     OpenAiFields,
     StreamOptions,
-    check_number,
     parse_fields,
     shared,
 )
 from engine.server.marks import kept_marks
+from engine.server.messages import tool_use
 from engine.server.rendered import render_chat
 from engine.server.requests import (
     GenerationJob,
@@ -43,14 +42,14 @@ from engine.server.requests import (
     room_for,
     with_answer_so_far,
 )
+from engine.server.response_items import check_items, turns_of
+from engine.server.tools import chat_choice, check_response_tools, reading_of
 from engine.text.key_spans import chat_spans
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "top_logprobs": (0,),
 }
 """Fields of the API that this engine refuses, with the values that it accepts because they have no effect. Null is
@@ -61,15 +60,12 @@ not fit the context gets 400, and any other has the same answer."""
 _LOGPROBS = "message.output_text.logprobs"
 _VARIABLES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
 """Variable of chat templates -> the field that gives its value."""
-_ROLES = ("system", "developer", "user", "assistant")
-_TEXTS = ("input_text", "output_text")
-_ITEM = ("type", "role", "content", "id", "status", "phase")
 _Anything = Any
 _Word = Annotated[str, Field(max_length=64)]
 
 
 class Reasoning(BaseModel):
-    """`reasoning`. Only the effort can change an answer: it has no reasoning that could be summed up."""
+    """`reasoning`. Only the effort can change an answer: reasoning is given as it is, not summed up."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     effort: _Word | None = None
@@ -98,8 +94,9 @@ class ResponsesFields(OpenAiFields):
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[_Anything] | None = None
+    tool_choice: _Anything = None
     parallel_tool_calls: bool | None = None
-    """Harmless: it has no effect on the answer."""
 
 
 class NotKept(ApiError):
@@ -120,17 +117,26 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    _check_input(fields.input)
+    check_items(fields.input)
+    check_response_tools(fields.tools)
+    tools = response_tools(fields.tools or ())
+    choice = chat_choice(fields.tool_choice, tools, fields.parallel_tool_calls)
     variables, ignored = _variables(model, fields)
     messages = response_messages(fields.instructions, fields.input)
-    places = ["input"] if isinstance(fields.input, str) else [f"input[{i}].content" for i in range(len(fields.input))]
-    if fields.instructions is not None:
-        places.insert(0, "instructions")
-    rendered = render_chat(model, messages, None, variables | (fields.chat_template_kwargs or {}), places=places)
+    turns, places = turns_of(messages, fields)
+    rendered = render_chat(
+        model,
+        turns,
+        tools,
+        variables | (fields.chat_template_kwargs or {}),
+        places=places,
+        salt=fields.cache_salt,
+        may_call=choice.kind != "none",
+    )
     text = rendered.text
     encoded = encode_prompt(model, text, "input", fields.cache_salt, add_special_tokens=False)
-    keys = keys_of(model, canonical_chat(messages), fields.cache_salt)
-    spans = chat_spans(keys, model.stride, messages, None, text, encoded.ends)
+    keys = keys_of(model, canonical_chat(messages, tools), fields.cache_salt)
+    spans = chat_spans(keys, model.stride, messages, tools, text, encoded.ends)
     room = room_for(model, len(encoded.ids), None, "input")
     meant = GenerationFields(**shared(fields, OpenAiFields))
     limit = model.answer_limit(room if fields.max_output_tokens is None else min(fields.max_output_tokens, room))
@@ -141,7 +147,10 @@ def prepare_response(model: ModelText, body: bytes) -> GenerationJob:
         name: model.sampling.get(name, 1.0) if (value := getattr(fields, name)) is None else value
         for name in ("temperature", "top_p")
     }
-    prompt = with_answer_so_far(model, meant, Prompt(encoded.ids, spans, limit, None, marks=kept))
+    reading = reading_of(model, tools, choice, text, is_beginning=not fields.answer_so_far, salt=fields.cache_salt)
+    use = tool_use(messages, may_be_called=bool(tools) and choice.kind != "none")
+    prompt = Prompt(encoded.ids, spans, limit, None, marks=kept, tools=use, reading=reading)
+    prompt = with_answer_so_far(model, meant, prompt)
     ignored = [*fields.ignored, *ignored, *rendered.ignored]
     job = make_job(model, meant, (prompt,), None, told=told | sampled, ignored=ignored)
     return replace(job, constraint=text_format(None if fields.text is None else fields.text.format, "text.format"))
@@ -175,47 +184,11 @@ def _told(fields: ResponsesFields) -> dict[str, Any]:
         told["text"] = {"format": form.format or {"type": "text"}}
         if form.verbosity is not None:
             told["text"]["verbosity"] = form.verbosity
+    if fields.tools:
+        told |= {"tools": fields.tools, "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice}
+    if fields.parallel_tool_calls is not None:
+        told["parallel_tool_calls"] = fields.parallel_tool_calls
     return told
-
-
-def _check_input(given: object) -> None:
-    """Check `input`. Raises BadRequest naming the item that is not text."""
-    if isinstance(given, str):
-        return
-    if not isinstance(given, list) or not 0 < len(given) <= MAX_LISTED:
-        raise _bad("input", f"must be a string, or a list of 1 to {MAX_LISTED} items")
-    for i, item in enumerate(given):
-        where = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise _bad(where, "must be an object")
-        if (kind := item.get("type", "message")) != "message":
-            raise _bad(f"{where}.type", f"{_named(kind)} is not supported: this engine reads messages only", True)
-        if item.get("role") not in _ROLES:
-            raise _bad(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-        for name in item.keys() - set(_ITEM):
-            raise _bad(f"{where}.{name}", "is not a field of a message", True)
-        _check_content(item.get("content"), f"{where}.content")
-
-
-def _check_content(content: object, where: str) -> None:
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise _bad(where, "must be a string or a list of text parts")
-    check_number(content, where)
-    for j, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise _bad(f"{where}[{j}]", "must be an object with a 'type'")
-        if (kind := part.get("type")) not in _TEXTS:
-            raise _bad(f"{where}[{j}].type", f"{_named(kind)} is not supported: this engine reads text only", True)
-        if not isinstance(part.get("text"), str):
-            raise _bad(f"{where}[{j}].text", "must be a string")
-
-
-def _named(kind: object) -> str:
-    """Return how an error message shows a `type` that a client sent. Python cannot write the most deeply nested values
-    that JSON holds."""
-    return repr(kind[:40]) if isinstance(kind, str) else reprlib.repr(kind)
 
 
 def _bad(param: str, message: str, is_unsupported: bool = False) -> BadRequest:

@@ -25,12 +25,12 @@ from engine.contract.requests import ANSWER_SO_FAR, Endpoint, parse_body
 from engine.loop.metrics import EngineMetrics
 from engine.server.fields import check_number
 from engine.server.generate import generate
-from engine.server.keys import ApiKeys, Unauthorized, require_key
+from engine.server.http.keys import ApiKeys, Unauthorized, require_key
+from engine.server.http.wire import MAX_BODY_BYTES, body_of, finish
 from engine.server.message_requests import count_tokens
 from engine.server.rendered import render_chat
 from engine.server.requests import ModelText, check_ids, check_length, check_model
 from engine.server.service import EngineService, ServerState
-from engine.server.wire import MAX_BODY_BYTES, body_of, finish
 from engine.text.exact_numbers import exact_fields
 
 log = logging.getLogger(__name__)

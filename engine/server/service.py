@@ -22,8 +22,8 @@ from engine.loop.step_loop import EngineLoop
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.server.choices import AnswerChoice
+from engine.server.http.wire import RETRY_AFTER_S, BodyRoom
 from engine.server.requests import GenerationJob, ModelText
-from engine.server.wire import RETRY_AFTER_S, BodyRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class EngineService:
                     sends_ids=job.returns_token_ids,
                     shows_special=job.shows_special,
                     min_tokens=job.sampling.min_tokens,
+                    reading=job.reading,
                 )
         return requests, choices
 

@@ -34,7 +34,7 @@ from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.generation import Generation
-from engine.server.keys import ApiKeys
+from engine.server.http.keys import ApiKeys
 from engine.server.requests import ModelText
 from engine.server.routes import make_admin_app, make_app, make_metrics_app, take_stock
 from engine.server.service import ServerState
@@ -46,6 +46,7 @@ from engine.startup.settings import EngineSettings
 from engine.startup.tasks import BackendStuck, engine_tasks, most_running
 from engine.startup.tier_settings import real_stores
 from engine.startup.unread import say_unread
+from engine.text.calls.formats import AnswerFormat
 from engine.text.chat import ChatTemplate
 from engine.text.rendering import ChatRenderer
 from engine.text.token_cache import TokenCache
@@ -69,7 +70,7 @@ CLOSE_S = 1.0
 
 def run(settings: EngineSettings) -> int:
     """Serve until a signal. Return the program's exit status."""
-    configure(settings.log_level, settings.log_format)
+    configure("info", settings.log_format)
     configure_audit()
     for words in settings.without_effect():
         log.warning("%s", words)
@@ -130,6 +131,7 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
     config = ModelConfig.from_path(settings.model)
     tokenizer = Tokenizer.from_path(settings.model)
     template = ChatTemplate.from_path(settings.model)
+    answers = AnswerFormat.of("" if template is None else template.sources, settings.tool_call_parser)
     generation = Generation.from_path(settings.model) if settings.generation_config else Generation()
     say_unread(settings.model, tokenizer, generation)
     backend: Backend
@@ -154,6 +156,7 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
         eos_token_ids=config.eos_token_ids | tokenizer.eos_token_ids,
         sampling=generation.sampling,
         max_new_tokens=generation.max_new_tokens,
+        answers=answers,
         stride=constants.stride_bytes,
         token_cache=TokenCache(tokenizer, constants.token_cache_mib * 2**20),
         least_kept_tokens=constants.pin_min_tokens,

@@ -1,5 +1,5 @@
-"""Settings that release 0.1.0 had and this one does not, each with what does its work now. The next release drops this
-table."""
+"""Settings that earlier releases had and this one does not, each with what does its work now. The next release drops
+this table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ REMOVED: Mapping[str, str] = {
     "admin_host": "give the address in --admin-port, as HOST:PORT",
     "eviction": f"{_FIXED}: lfu",
     "lease_s": f"{_FIXED}: 10 s",
+    "log_level": "leave it out. The engine writes few lines, at level info and above",
     "max_waiting": f"{_FIXED}: 1024; gateways let requests wait before they send them",
     "pin_min_tokens": f"{_FIXED}: 1024",
     "pin_share": f"{_FIXED}: 0.25 of the KV pool",

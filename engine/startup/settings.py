@@ -53,6 +53,13 @@ class ModelSettings(Settings):
         description="most tokens of prompt and answer together, for shorter limits than the model's; 0: as many as "
         "model and KV pool allow",
     )
+    tool_call_parser: Literal[
+        "auto", "openai", "deepseek", "qwen3_coder", "hermes", "mistral", "pythonic", "llama3_json"
+    ] = Field(
+        "auto",
+        description="format in which the model writes tool calls, if its chat template does not show it; auto: as the "
+        "template shows",
+    )
     generation_config: bool = Field(
         True,
         description="take sampling fields that a request does not give, and the longest answer, from the checkpoint's "
@@ -276,9 +283,6 @@ class OperatingSettings(Settings):
         coerce_numbers_to_str=True,
         description="port for operators, PORT on loopback or HOST:PORT; it has /reset_prefix_cache, /debug and "
         "/metrics and asks for no key; none: they are on --port",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe lines that are written"
     )
     log_format: Format = Field("text", description="form of log lines on stderr, for a collector of logs: json")
     drain_s: float = Field(

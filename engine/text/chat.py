@@ -6,6 +6,7 @@ A template may use the same variables, filters and functions as in transformers.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,20 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """The mark that transformers puts after a message to be continued. Its space shows whether the template trims."""
 
 
+_ARGUMENTS = f"arguments {secrets.token_hex(16)} "
+"""Marks the place of arguments. No client can guess it."""
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments as an object."""
+
+    def __init__(self, text: str, parsed: Mapping[str, Any], made: str | None = None) -> None:
+        """`text`: their JSON text. `made`: that text as the model wrote it, if it is known and special."""
+        super().__init__(parsed)
+        self.text = text if made is None else made
+        self.made = made
+
+
 class ChatTemplate:
     """A compiled template with the special tokens that it may name. Thread-safe."""
 
@@ -44,7 +59,8 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
-        self._sources = source + (with_tools or "")
+        self.sources: str = source + (with_tools or "")
+        """The text of the template, and of the one for tools."""
         self.variables: frozenset[str] = frozenset(
             name
             for one in (source, with_tools or "")
@@ -66,7 +82,7 @@ class ChatTemplate:
 
     def mentions(self, word: str) -> bool:
         """Return whether the template's text has this word, such as the name of a role."""
-        return word in self._sources
+        return word in self.sources
 
     def render(
         self,
@@ -149,8 +165,31 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return plain JSON: jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Return plain JSON: jinja2's own filter escapes for HTML. A call's arguments are written as the model wrote them,
+    if that is known, so that a conversation goes on with the tokens of its answers."""
+    verbatim: dict[str, str] = {}
+    if not sort_keys:
+        value = _with_marks(value, verbatim)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for mark, arguments in verbatim.items():
+        text = text.replace(f'"{mark}"', arguments, 1)
+    return text
+
+
+def _with_marks(value: Any, verbatim: dict[str, str]) -> Any:
+    """Return the value with marks in the place of arguments. They are at most two levels deep: in a function, in a call
+    or in a list of calls."""
+    if isinstance(value, Arguments):
+        if value.made is None:
+            return value
+        mark = f"{_ARGUMENTS}{len(verbatim)}"
+        verbatim[mark] = value.made
+        return mark
+    if isinstance(value, dict) and ("arguments" in value or "function" in value):
+        return {key: _with_marks(one, verbatim) for key, one in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_with_marks(one, verbatim) for one in value]
+    return value
 
 
 def _raise_exception(message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from engine.text.tokenizer import Tokenizer
 
@@ -44,10 +44,18 @@ class Detokenizer:
     with context the text does not begin here, so the space stays.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, shows_special: bool = False) -> None:
-        """`shows_special`: whether the text has special tokens."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        *,
+        shows_special: bool = False,
+        shown: Set[int] = frozenset(),
+    ) -> None:
+        """`shows_special`: whether the text has special tokens. `shown`: the only ones that it has otherwise."""
         self._tokenizer = tokenizer
         self._shows_special = shows_special
+        self._shown = frozenset() if shows_special else shown
         self._bytes_of = tokenizer.shown_bytes if shows_special else tokenizer.decoded_bytes
         self._utf8 = _UTF8("replace") if tokenizer.joins_bytes else None
         self._window = list(context)
@@ -59,6 +67,8 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that `token` makes certain. It is often empty within a character."""
+        if token in self._shown:
+            return self._show(token)
         if self._utf8 is not None:
             return self._utf8.decode(self._bytes_of(token))
         self._window.append(token)
@@ -73,6 +83,14 @@ class Detokenizer:
         elif len(self._window) > _WINDOW:
             self._split(text)
         return piece
+
+    def _show(self, token: int) -> str:
+        """Return the text of a special token, after the text that was pending."""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.shown_bytes(token))
+        text = self._decode(self._window)
+        pending, self._sent = text[self._sent :], max(self._sent, len(text))
+        return pending + self._tokenizer.token_text(token)
 
     def finish(self) -> str:
         """Return the rest, with an incomplete character as U+FFFD. Push nothing afterwards."""

@@ -20,6 +20,9 @@ from engine.contract.keys import FIELD_SEPARATOR, MESSAGE_END, PrefixKey, conten
 from engine.sched.request import KeySpan
 from engine.text.ends import tokens_within
 
+THOUGHTS = ("thinking", "redacted_thinking")
+"""Types of parts with reasoning, which templates render before the content or not at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -109,14 +112,27 @@ def _locate(
     cursor = 0
     for i, message in enumerate(messages):
         head = position + len(str(message["role"]).encode()) + len(FIELD_SEPARATOR)
-        content = b"".join(content_parts(message.get("content"), i)).decode()
-        piece = _find(content, prompt, cursor, head)
+        thought, content = _content(message, i)
+        piece = _find(content, prompt, cursor, head + thought)
         if piece is None:
             return _before_moved(pieces, content, prompt), head
         pieces.append(piece)
         cursor = piece.end_char
         position += sum(map(len, message_parts(message, i))) + len(MESSAGE_END)
     return pieces, position
+
+
+def _content(message: Mapping[str, Any], i: int) -> tuple[int, str]:
+    """Return the canonical bytes of the reasoning with which a content begins, and the text to look for."""
+    given = message.get("content")
+    parts = content_parts(given, i)
+    thoughts = 0
+    if isinstance(given, list):
+        kinds = [part.get("type") in THOUGHTS for part in given]
+        thoughts = kinds.index(False) if False in kinds else len(kinds)
+        if any(kinds[thoughts:]):  # the text up to the next reasoning is enough to find the place
+            parts = parts[: kinds.index(True, thoughts)]
+    return sum(map(len, parts[:thoughts])), b"".join(parts[thoughts:]).decode()
 
 
 def _find(content: str, prompt: str, cursor: int, first_byte: int) -> _Piece | None:

@@ -23,7 +23,7 @@ from typing import Any
 from xxhash import xxh3_128_digest
 
 from engine.contract.errors import BadRequest
-from engine.text.chat import ChatTemplate
+from engine.text.chat import Arguments, ChatTemplate
 
 Json = dict[str, Any]
 MOST_SHAPES = 1024
@@ -34,14 +34,6 @@ _THOUGHT_END = "</think>"
 """Ends the reasoning at the beginning of an assistant's content, which templates leave out on purpose, too."""
 _WORD = re.compile(r"\w+")
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
-
-
-class Arguments(dict[str, Any]):
-    """A call's arguments as an object, with the text that the client sent."""
-
-    def __init__(self, text: str, parsed: Mapping[str, Any]) -> None:
-        super().__init__(parsed)
-        self.text = text
 
 
 @dataclass(frozen=True, slots=True)

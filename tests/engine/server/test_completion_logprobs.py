@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.sched.plan import SampledToken
 from engine.sched.request import FinishReason
 from engine.sched.scheduler import TokenOutput
-from engine.server.answers import CompletionAnswer, Usage, Written
+from engine.server.answers import CompletionAnswer, Form, Usage, Written
 from engine.server.choices import AnswerChoice
 from engine.startup.loaded import LoadedModel
 from tests.engine.server.conftest import Engine
@@ -33,7 +33,7 @@ def answered(loaded: LoadedModel, tokens: list[SampledToken], stops: tuple[str, 
         written.add(delta)
         if delta.finish:
             break
-    answer = CompletionAnswer("id", "m", 0, tokenizer, logprobs=True, include_usage=False, echoed={})
+    answer = CompletionAnswer("id", "m", 0, tokenizer, Form(logprobs=True), echoed={})
     body = orjson.loads(answer.body([written], Usage(1, len(tokens), 0)))
     return body["choices"][0]["text"], body["choices"][0]["logprobs"]
 

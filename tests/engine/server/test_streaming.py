@@ -157,7 +157,7 @@ async def test_a_defect_after_the_first_token_breaks_the_connection(
 async def test_a_client_that_reads_nothing_is_dropped(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.server.http.wire.WRITE_TIMEOUT_S", 0.2)
     async with start() as engine:
         # 12 MB of log-probabilities: more than the sockets' buffers hold.
         fields = {"max_tokens": 300, "n": 16, "logprobs": True, "top_logprobs": 20, "stream": stream}
@@ -174,7 +174,7 @@ async def test_a_client_that_does_not_read_the_last_bytes_is_dropped(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The end of a body waits until the transport has room again, and so does an answer that is sent in one piece."""
-    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.server.http.wire.WRITE_TIMEOUT_S", 0.2)
 
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
@@ -197,7 +197,7 @@ async def test_a_client_that_does_not_read_the_last_bytes_is_dropped(
 async def test_an_answer_of_many_slices_comes_whole_to_a_slow_client(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.server.wire.WRITE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("engine.server.http.wire.WRITE_TIMEOUT_S", 2.0)
     fields = {"max_tokens": 300, "n": 4, "logprobs": True, "top_logprobs": 20}
     async with engine.post(CHAT, messages=MESSAGES, **fields) as response:
         body = b""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.chat import ChatTemplate
-from engine.text.rendering import Arguments, ChatRenderer
+from engine.text.chat import Arguments, ChatTemplate
+from engine.text.rendering import ChatRenderer
 from tests.engine.text.templates import ALL, SPECIAL_TOKENS
 
 WORD = st.text("abcdefghij", min_size=4, max_size=8)

@@ -82,9 +82,7 @@ class Engine:
 
 @asynccontextmanager
 async def engine(checkpoint: Path, *, learns: bool = True, **fields: Any) -> AsyncIterator[Engine]:
-    settings = EngineSettings(
-        model=checkpoint, port=0, kv_pool_tokens=POOL_TOKENS, threads=1, pod_id="pod", log_level="warning", **fields
-    )
+    settings = EngineSettings(model=checkpoint, port=0, kv_pool_tokens=POOL_TOKENS, threads=1, pod_id="pod", **fields)
     state, metrics = ServerState(), EngineMetrics(settings.model_name)
     loaded = await asyncio.to_thread(load, settings)
     async with (

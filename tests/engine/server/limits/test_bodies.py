@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from engine.server.wire import SMALL_BODY_BYTES, BodyRoom
+from engine.server.http.wire import SMALL_BODY_BYTES, BodyRoom
 from tests.engine.server.conftest import Engine, wait_until
 
 MIB = 2**20

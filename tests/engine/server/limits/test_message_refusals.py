@@ -26,6 +26,8 @@ def text(**more: Any) -> dict[str, Any]:
     return {"type": "text", "text": "hi", **more}
 
 
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+TOOL = {"name": "f", "input_schema": {}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -38,7 +40,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system[0].type"),
     (blocks("x"), "messages[0].content[0]"),
     (blocks({"type": "image", "source": {}}), "messages[0].content[0].type"),
-    (blocks({"type": "tool_result", "tool_use_id": "1"}), "messages[0].content[0].type"),
+    (blocks({"type": "tool_result", "tool_use_id": 1}), "messages[0].content[0].tool_use_id"),
+    (
+        blocks({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}),
+        "messages[0].content[0].content[0].type",
+    ),
+    (blocks({"type": "thinking", "thinking": "a"}), "messages[0].content[0].type"),
+    ({"messages": [HI, {"role": "assistant", "content": [USE]}]}, "messages"),
+    ({"messages": [HI, {"role": "assistant", "content": [{**USE, "input": 3}]}]}, "messages[1].content[0].input"),
     (blocks(text(), {"type": "tool_use", "id": "1", "name": "f", "input": {}}), "messages[0].content[1].type"),
     (blocks(text(text=3)), "messages[0].content[0].text"),
     (blocks(text(bold=True)), "messages[0].content[0].bold"),
@@ -49,9 +58,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a", ""]}, "stop_sequences[1]"),
     ({"stop": ["a"]}, "stop"),
     ({"n": 2}, "n"),
-    ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
 ]

@@ -253,7 +253,7 @@ async def test_a_body_that_does_not_decompress_is_a_400(
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
 async def test_a_body_that_does_not_come_is_a_400(engine: Engine, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.server.wire.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("engine.server.http.wire.BODY_TIMEOUT_S", 0.1)
     leave = asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:

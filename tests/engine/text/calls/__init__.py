@@ -1,0 +1,1 @@
+"""Readers of tool calls and reasoning."""
