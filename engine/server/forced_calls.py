@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from engine.contract.errors import BadRequest
 from engine.grammar.constraint import Constraint
 from engine.grammar.parts import (
     Part,
@@ -32,7 +33,14 @@ MOST_CALLS = 16
 
 
 def forced_call(model: ModelText, reading: Reading, choice: ToolChoice) -> Constraint:
-    """Return what an answer follows that must have a call, by a checked choice."""
+    """Return what an answer follows that must have a call, by a checked choice. Raises BadRequest."""
+    try:
+        return _forced_call(model, reading, choice)
+    except RecursionError:  # orjson reads deeper nesting than Python writes
+        raise BadRequest("tools: a schema is nested too deeply for tool_choice", param="tools") from None
+
+
+def _forced_call(model: ModelText, reading: Reading, choice: ToolChoice) -> Constraint:
     forms = _Forms(model, reading.tools or Tools())
     names = [choice.name] if choice.kind == "named" else list(forms.tools.functions)
     most = MOST_CALLS if choice.is_parallel and choice.kind == "required" else 1
@@ -93,7 +101,8 @@ class _Forms:
         """A parameter's value as bare text, up to and with `end`; None: it takes no text."""
         if not self.tools.takes_text(name, key):
             return None
-        given = self.tools.functions[name].get("properties", {}).get(key, {}).get("enum")
+        described = self.tools.functions[name]["properties"][key]
+        given = described.get("enum") if isinstance(described, dict) else None
         if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
             return sequence(either(*map(literal, given)), literal(end))
         return text_until(end)

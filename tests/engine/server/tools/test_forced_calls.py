@@ -79,3 +79,18 @@ async def test_a_call_and_another_form_exclude_each_other(engine: Engine) -> Non
         response_format={"type": "json_object"},
     )
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_odd_schemas_are_followed_or_refused_by_name(engine: Engine, name: str) -> None:
+    speak(engine, engine.service.model.tokenizer, TEMPLATES[name][0], "<|im_end|>")
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    for odd in ({"properties": [1]}, {"properties": {"a": True, "b": 3}}, {"required": "a"}, {"type": "array"}, deep):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": odd}}]
+        status, answer = await engine.ask(
+            "/v1/chat/completions", messages=ASKED, tools=tools, tool_choice="required", max_tokens=40
+        )
+        assert status in (200, 400), answer
+        assert status == 200 or answer["error"]["param"] in ("tools", "tool_choice"), answer
