@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +19,7 @@ from engine.grammar.allowed import SLOW_S, Compiled, MaskTimes
 from engine.grammar.constraint import Constraint, Kind
 from engine.grammar.fills import MaskFills
 from engine.grammar.trial import Trial, TrialFailed, limits
-
-log = logging.getLogger(__name__)
+from engine.grammar.vocabulary import Vocabulary
 
 THREADS = 2
 """Constraints that are compiled at the same time, and processes for their trials."""
@@ -37,20 +34,6 @@ KEPT = 512
 KEPT_BYTES = 2**28
 """The most memory of the kept constraints."""
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What constraints need to know of the model's tokens."""
-
-    tokenizer_json: str
-    """The text of `tokenizer.json`, with the tokens that the checkpoint's other files add."""
-    size: int
-    """Token ids of the model, and so columns of its logits."""
-    special: Mapping[int, str]
-    """Special tokens, which no text allows, and their names in grammars."""
-    ends: frozenset[int]
-    """The model's end-of-text tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +62,6 @@ class GrammarCompiler:
         self.fills = MaskFills(wake)
         self.times = MaskTimes()
         """Of all masks of this engine."""
-        self._tokenizer: LLTokenizer | None = None
-        self._making_tokenizer = threading.Lock()
         self._kept: OrderedDict[Constraint, Compiled | _Refused] = OrderedDict()
         self._kept_bytes = 0
         self._pending: dict[Constraint, asyncio.Future[Compiled | _Refused]] = {}
@@ -159,13 +140,8 @@ class GrammarCompiler:
 
     def _build(self, constraint: Constraint) -> Compiled | _Refused:
         """Runs on a thread of the pool."""
-        if not self._vocabulary.ends:
-            return _Refused("the model has no end-of-text token, so its answer could not end")
-        try:
-            tokenizer = self._library_tokenizer()
-        except ValueError as error:
-            log.warning("answers cannot be constrained: the grammar library cannot read the tokenizer: %s", error)
-            return _Refused(f"the model's tokenizer cannot be constrained: {error}")
+        if (tokenizer := self._vocabulary.tokenizer) is None:
+            return _Refused(self._vocabulary.obstacle)
         trial = self._trials.get()
         try:
             grammar, held_bytes = trial.run(constraint.kind, constraint.text)
@@ -186,19 +162,6 @@ class GrammarCompiler:
         if start.is_error() or not first.any():
             return _Refused(_plain(start.get_error(), kind) if start.is_error() else "no text follows it")
         return Compiled(start, first, held_bytes, self.times, is_slow=elapsed_s > 4 * SLOW_S)
-
-    def _library_tokenizer(self) -> LLTokenizer:
-        """Return the library's tokenizer, which the first call makes: 0.7 s for 65,000 tokens. Raises ValueError."""
-        with self._making_tokenizer:
-            if self._tokenizer is None:
-                vocabulary = self._vocabulary
-                try:
-                    self._tokenizer = LLTokenizer(
-                        vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=sorted(vocabulary.ends)
-                    )
-                except Exception as error:  # the library's panics are no ValueError
-                    raise ValueError(str(error).partition("\n")[0][:300]) from None
-            return self._tokenizer
 
 
 def _bytes_of(constraint: Constraint, found: Compiled | _Refused) -> int:

@@ -29,6 +29,7 @@ from engine.common.files import FollowedFile, UnusableFile
 from engine.common.log_lines import configure
 from engine.common.otel.running import metrics_sent, tracing
 from engine.common.settings import ConfigError
+from engine.grammar.vocabulary import Vocabulary
 from engine.loop.metrics import EngineMetrics
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -160,7 +161,8 @@ def load(settings: EngineSettings, constants: Constants = CONSTANTS) -> LoadedMo
         token_cache=TokenCache(tokenizer, constants.token_cache_mib * 2**20),
         least_kept_tokens=constants.pin_min_tokens,
     )
-    return LoadedModel(text, backend, blocks, stores)
+    vocabulary = Vocabulary(tokenizer.to_json(), text.vocab_size, tokenizer.special_tokens, text.eos_token_ids)
+    return LoadedModel(text, backend, blocks, vocabulary, stores)
 
 
 def _sim_backend(settings: EngineSettings, vocab_size: int, tokenizer: Tokenizer) -> tuple[Backend, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.backend.base import Backend
+from engine.grammar.vocabulary import Vocabulary
 from engine.server.requests import ModelText
 from engine.tiers.stores.store import Store
 
@@ -20,5 +21,6 @@ class LoadedModel:
     text: ModelText
     backend: Backend
     blocks: int
+    vocabulary: Vocabulary
     stores: tuple[Store, ...] = ()
     """Tiers below the pool, except emulated ones."""

@@ -11,12 +11,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from engine.backend.base import Backend
 from engine.cache.index import IndexKind
 from engine.cache.prefix_cache import PrefixCache
-from engine.grammar.compiler import GrammarCompiler, Vocabulary
+from engine.grammar.compiler import GrammarCompiler
 from engine.loop.metrics import EngineMetrics, RegistryState
 from engine.loop.publish import Origin, Publisher
 from engine.loop.step_loop import EngineLoop
 from engine.sched.scheduler import Scheduler, SchedulerConfig
-from engine.server.requests import ModelText
 from engine.server.service import EngineService, ServerState, TextWorkers
 from engine.startup.background import background
 from engine.startup.constants import CONSTANTS, Constants
@@ -60,7 +59,7 @@ async def engine_tasks(
         settings.model_name, settings.pod_id or f"{socket.gethostname()}:{port}", time.time_ns(), constants.stride_bytes
     )
     publisher = _publisher(settings, constants, scheduler, origin)
-    grammars = GrammarCompiler(_vocabulary(loaded.text), wake, metrics.observe_constraint)
+    grammars = GrammarCompiler(loaded.vocabulary, wake, metrics.observe_constraint)
     loop = EngineLoop(
         scheduler,
         loaded.backend,
@@ -148,10 +147,6 @@ def _publisher(
     return Publisher(
         settings.redis_url, origin, lease_s=constants.lease_s, load=scheduler.load, held=scheduler.held_keys
     )
-
-
-def _vocabulary(text: ModelText) -> Vocabulary:
-    return Vocabulary(text.tokenizer.to_json(), text.vocab_size, text.tokenizer.special_tokens, text.eos_token_ids)
 
 
 def _ignore(news: object) -> None:

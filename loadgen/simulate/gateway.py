@@ -15,7 +15,7 @@ from router.choosing.chooser import Choice, Chooser, Knowledge
 from router.choosing.peer_reports import PeerReports
 from router.engines.usage import Usage
 from router.fleet.facts import EngineFacts
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.fleet.probe import PodIdentity, ServedModel
 from router.fleet.scrape_pace import PERIOD_S
 from router.peer_sync.messages import Life, PeerMessage
@@ -46,7 +46,7 @@ MAX_ATTEMPTS = 1 + CONSTANTS.retries
 class _Open:
     inbound: Inbound
     choice: Choice
-    lease: Lease
+    tracked: TrackedRequest
     told: SentReport | None
     cached_tokens: int | None = None
 
@@ -147,7 +147,7 @@ class Gateway:
             choice = self._chooser.choose(inbound, [PodId(name) for name in excluded])
         except Unavailable:
             return None
-        lease = Lease(
+        tracked = TrackedRequest(
             choice.pod,
             str(request.number),
             prompt_tokens=inbound.prompt_tokens,
@@ -156,11 +156,11 @@ class Gateway:
             streams=True,
             clock=self._clock,
         )
-        lease.__enter__()
-        told = self._chooser.told(inbound, choice, str(request.number))
+        tracked.__enter__()
+        told = self._chooser.report_of(inbound, choice, str(request.number))
         if told is not None:
             told.sent()
-        self._open[request.number] = _Open(inbound, choice, lease, told)
+        self._open[request.number] = _Open(inbound, choice, tracked, told)
         return choice.pod.pod_id
 
     def first_token(self, request: Offered, pod: str, cached_tokens: int, now_s: float) -> None:
@@ -168,7 +168,7 @@ class Gateway:
         opened = self._open[request.number]
         opened.cached_tokens = cached_tokens
         told = cached_tokens if self.takes_reports else None  # other engines report this count at an answer's end
-        opened.lease.first_token(told)
+        opened.tracked.first_token(told)
         if opened.told is not None:
             opened.told.began(told)
 
@@ -176,8 +176,8 @@ class Gateway:
         """See `Router`."""
         opened = self._open.pop(request.number)
         if opened.cached_tokens is not None:
-            opened.lease.computed_tokens = len(request.tokens) - opened.cached_tokens
-        opened.lease.__exit__()
+            opened.tracked.computed_tokens = len(request.tokens) - opened.cached_tokens
+        opened.tracked.__exit__()
         if opened.told is not None:
             opened.told.ended()
         if completed:

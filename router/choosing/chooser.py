@@ -24,9 +24,9 @@ from router.peer_sync.messages import Routed
 from router.peer_sync.sent_reports import SentReport, SentReports
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
+from router.registry.cache_estimate import Taken
 from router.registry.index import PrefixIndex
-from router.registry.room import Taken
-from router.registry.speculation import Run
+from router.registry.speculative_entries import Run
 from router.routing.affinity_groups import AffinityGroups
 from router.routing.fetching import add_shared
 from router.routing.predicted_ttft import PredictedTtft
@@ -118,7 +118,7 @@ class Chooser:
         self._shares: dict[str, ModelShares] = {}
         self._metrics = metrics
         self._shadows = shadows
-        self._tables = Tables(knowledge.index.rooms)
+        self._tables = Tables(knowledge.index.free_tokens)
         self._sent_reports = sent_reports
         outbox = None if sent_reports is None else sent_reports.outbox
         self._gateways = Gateways("" if outbox is None else f"{outbox.life:x}")
@@ -232,7 +232,7 @@ class Chooser:
                 seen.fetch(row, host_tokens, disk_tokens)
         add_shared(seen)
         if self._index.regret:
-            seen.room = table.room if self._shadows is None else table.room.copy()
+            seen.free_tokens = table.free_tokens if self._shadows is None else table.free_tokens.copy()
         if inbound.model in pods[0].facts.adapters and len(pods) <= MOST_WITH_ADAPTERS:
             seen.adapter_s = np.array([_adapter_s(pod, inbound.model) for pod in pods])
         return seen
@@ -241,7 +241,7 @@ class Chooser:
         """Take back a choice whose request did not run. Return the keys that the pod no longer counts as holding."""
         return tuple(self._index.retract(choice.pod.pod_id, inbound.keys))
 
-    def told(self, inbound: Inbound, choice: Choice, request_id: str) -> SentReport | None:
+    def report_of(self, inbound: Inbound, choice: Choice, request_id: str) -> SentReport | None:
         """Return the object that reports the request to other gateways; None if they need no report."""
         if self._sent_reports is None:
             return None

@@ -8,7 +8,7 @@ from engine.contract.redis_keys import LEARNT_KEY
 from router.fleet.fleet import Fleet
 from router.reading.model_ratios import Estimates
 from router.registry.index import PrefixIndex
-from router.registry.learnt import Learnt, LearntRoom, decode_learnt, encode_learnt
+from router.registry.learnt import Learnt, LearntCapacity, decode_learnt, encode_learnt
 from router.views.speeds import LearntFactor, LearntSpeed
 from router.views.types import PodId
 
@@ -51,20 +51,22 @@ class LearntValues:
         if value.tokens is not None:
             self._estimates.begin_with(field, value.tokens)
         self._fleet.speeds.expect(field, value.speeds, value.factors)
-        self._index.expect_rooms({pod: (room.capacity_tokens, room.told_tokens) for pod, room in value.rooms.items()})
+        self._index.expect_capacities(
+            {pod: (cache.capacity_tokens, cache.told_tokens) for pod, cache in value.capacities.items()}
+        )
 
     def _learnt(self, model: str) -> Learnt | None:
         pods = [pod for pod in self._fleet.pods(model) if pod.model == model]
         speeds: dict[str, LearntSpeed] = {}
         factors: dict[PodId, LearntFactor] = {}
-        rooms: dict[PodId, LearntRoom] = {}
+        capacities: dict[PodId, LearntCapacity] = {}
         for pod in pods:
             speed = pod.state.speed
             if speed.pool.engine not in speeds and (pool := speed.pool.learnt) is not None:
                 speeds[speed.pool.engine] = pool
             if (factor := speed.learnt) is not None:
                 factors[pod.pod_id] = factor
-            if (room := self._index.learnt_room(pod.pod_id)) is not None:
-                rooms[pod.pod_id] = LearntRoom(*room)
+            if (capacity := self._index.learnt_capacity(pod.pod_id)) is not None:
+                capacities[pod.pod_id] = LearntCapacity(*capacity)
         tokens = self._estimates.of(model).learnt
-        return Learnt(tokens, speeds, factors, rooms) if tokens or speeds or rooms else None
+        return Learnt(tokens, speeds, factors, capacities) if tokens or speeds or capacities else None

@@ -9,7 +9,7 @@ from router.choosing.chooser import Chooser
 from router.fleet.pod import Clock, Pod
 from router.peer_sync.messages import InFlight, Routed
 from router.peer_sync.sent_reports import SentReports
-from router.registry.speculation import Run
+from router.registry.speculative_entries import Run
 from router.views.types import PodId
 
 LIVE_S = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from router.fleet.pod import Pod
-from router.registry.rooms import Rooms
+from router.registry.free_tokens import FreeTokens
 from router.views.table import PodTable
 from router.views.types import PodId
 
@@ -20,9 +20,9 @@ class _Kept:
 class Tables:
     """A table for each model; models with the same pods (adapters) share one."""
 
-    def __init__(self, rooms: Rooms) -> None:
-        """`rooms`: the room in the pods' caches, which is a column of each table."""
-        self._rooms = rooms
+    def __init__(self, free_tokens: FreeTokens) -> None:
+        """`free_tokens`: of the pods' caches, a column of each table."""
+        self._free_tokens = free_tokens
         self._kept: dict[str, _Kept] = {}
 
     def of(self, model: str, pods: Sequence[Pod]) -> PodTable:
@@ -45,7 +45,7 @@ class Tables:
         table = self.of(model, pods)
         rows = [row for row, pod in enumerate(pods) if pod.pod_id not in excluded]
         left = PodTable(((pods[row].pod_id, pods[row].state) for row in rows), is_kept=False)
-        left.room = table.room[rows]
+        left.free_tokens = table.free_tokens[rows]
         return left
 
     def drop(self, model: str) -> None:
@@ -56,10 +56,10 @@ class Tables:
 
     def _new(self, pods: Sequence[Pod]) -> PodTable:
         table = PodTable((pod.pod_id, pod.state) for pod in pods)
-        self._rooms.watch(table.set_room)
+        self._free_tokens.watch(table.set_free_tokens)
         return table
 
     def _close_unused(self, table: PodTable) -> None:
         if all(kept.table is not table for kept in self._kept.values()):
-            self._rooms.unwatch(table.set_room)
+            self._free_tokens.unwatch(table.set_free_tokens)
             table.close()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncGenerator, Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from multidict import CIMultiDict
 
@@ -42,6 +42,19 @@ class BrokeOff(ConnectionError):
 
 class GivenUp(TimeoutError):
     """The wait ended because the engine sleeps."""
+
+
+class Body(Protocol):
+    """The body of an answer, as it comes."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the body has ended and all of it has been read."""
+        ...
+
+    async def readany(self) -> bytes:
+        """Return what has come, at least a byte; empty at the end. Raises OSError if the body breaks off."""
+        ...
 
 
 class Answer:

@@ -3,23 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
-from router.engines.engine_client import BrokeOff
-
-
-class Body(Protocol):
-    """The body of an answer, as it comes."""
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the body has ended and all of it has been read."""
-        ...
-
-    async def readany(self) -> bytes:
-        """Return what has come, at least a byte; empty at the end. Raises OSError if the body breaks off."""
-        ...
+from router.engines.engine_client import Body, BrokeOff
 
 
 class InflatedBody:
@@ -51,7 +37,7 @@ class InflatedBody:
         self.is_read = True
 
 
-def inflated(body: Body, coding: str | None) -> Body:
+def inflated(body: Body, coding: str) -> Body:
     """Return `body` without its content coding. Raises UnsupportedEncoding."""
     inflater = inflater_for(coding)
     return body if inflater is None else InflatedBody(body, inflater)

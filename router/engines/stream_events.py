@@ -67,8 +67,11 @@ class StreamEvent(NamedTuple):
     data: bytes
 
 
-_END_OF_EVENT = re.compile(rb"(?:\r\n|\n|\r){2}")
+_END_OF_EVENT = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+"""Two ends of a line; the end of a line with a return and a line feed is one."""
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_SEAM_BYTES = 3
+"""Bytes of the longest end of an event, less one."""
 _LINES = re.compile(rb"\r\n|\n|\r")
 _CLIENTS_FAULTS = (
     "invalid_request_error",
@@ -102,9 +105,42 @@ def events_in(stream: bytes) -> Iterator[StreamEvent]:
         start = after
 
 
-def end_of_events(stream: bytes, at: int = 0) -> int:
-    """Return where the last complete event in `stream` ends, searching from `at`; 0 if none ends there."""
-    return max(found + len(mark) if (found := stream.rfind(mark, at)) >= 0 else 0 for mark in _EVENT_ENDS)
+class EventSplitter:
+    """Gives out the complete events of a stream that comes in chunks, and holds the beginning of the next one."""
+
+    __slots__ = ("_held", "_seam", "held_bytes")
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._seam = b""
+        """The last bytes since an event ended: the end of the next event may begin in them."""
+        self.held_bytes = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return all that is held, and of `chunk` what belongs to complete events; empty if none is complete.
+
+        It searches only `chunk` and the few bytes before it, since an engine may send byte by byte.
+        """
+        if not self._seam and chunk.endswith(_EVENT_ENDS):  # nearly all chunks
+            return chunk
+        seam = self._seam
+        seen = seam + chunk
+        end = max(found + len(mark) if (found := seen.rfind(mark)) >= 0 else 0 for mark in _EVENT_ENDS) - len(seam)
+        if end <= 0:
+            self._seam = seen[-_SEAM_BYTES:]
+            self._held.append(chunk)
+            self.held_bytes += len(chunk)
+            return b""
+        events, rest = self.take_held() + chunk[:end], chunk[end:]
+        self._seam = rest[-_SEAM_BYTES:]
+        if rest:
+            self._held, self.held_bytes = [rest], len(rest)
+        return events
+
+    def take_held(self) -> bytes:
+        """Return what is held, and hold it no longer. What comes next still belongs to the same event."""
+        held, self._held, self.held_bytes = b"".join(self._held), [], 0
+        return held
 
 
 def without_comments(events: bytes) -> bytes:

@@ -1,4 +1,7 @@
-"""Follow an engine's stream: whether its first token has come, whether its end mark has, and its token counts."""
+"""Follow an engine's stream: whether its first token has come, whether its end mark has, and its token counts.
+
+What comes before the first token is held back, so that another pod can still be asked (`beginning`).
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,26 @@ import re
 from engine.contract.message_errors import PATHS as MESSAGE_PATHS
 from engine.contract.requests import Endpoint
 from router.engines.attempt_result import ErrorEvent, GaveUp
+from router.engines.engine_client import Body, BrokeOff
 from router.engines.engine_errors import GAVE_UP, meaning
-from router.engines.stream_events import Says, StreamEvent, error_in, events_in, own_error, says
-from router.engines.usage import Tail, Usage, stream_usage, usage_in
+from router.engines.stream_events import (
+    EventSplitter,
+    Says,
+    StreamEvent,
+    error_in,
+    events_in,
+    own_error,
+    says,
+    without_comments,
+)
+from router.engines.usage import USAGE, Tail, Usage, stream_usage, usage_in
 
 _REASON = re.compile(rb'_reason"\s*:\s*"')
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 _RESPONSE_END = re.compile(rb"response\.(?:comp|inco|fail|canc)")
 _HAS_REASON = re.compile(rb'"finish_reason"\s*:')
 _IS_ALIVE = frozenset((Says.TOKEN, Says.REASON, Says.END, Says.REFUSAL))
+HELD_BYTES = 2**18
+"""Most bytes of announcements (a response's repeats fields of the request) that are held back."""
 _HEAD_BYTES = 256
 """Bytes at the beginning of an event that hold its type."""
 _CHATS = frozenset((Endpoint.CHAT, Endpoint.COMPLETIONS))
@@ -27,7 +41,7 @@ def _may_matter_in_chat(events: bytes) -> bool:
         events.find(b"error") >= 0
         or events.find(b"[DONE]") >= 0
         or _REASON.search(events) is not None
-        or _USAGE.search(events) is not None
+        or USAGE.search(events) is not None
     )
 
 
@@ -40,7 +54,7 @@ def _may_matter_in_response(events: bytes) -> bool:
 
 
 def _may_matter_elsewhere(events: bytes) -> bool:
-    return events.find(b"error") >= 0 or events.find(b"[DONE]") >= 0 or _USAGE.search(events) is not None
+    return events.find(b"error") >= 0 or events.find(b"[DONE]") >= 0 or USAGE.search(events) is not None
 
 
 class StreamFailed(Exception):
@@ -161,7 +175,7 @@ class StreamReader:
             raise StreamFailed(event.start, observed, error.message, own_error(event))
         else:
             raise StreamFailed(event.start, GaveUp(), GAVE_UP)
-        if event.data.find(b'"usage"') >= 0 and _USAGE.search(event.data) is not None:
+        if event.data.find(b'"usage"') >= 0 and USAGE.search(event.data) is not None:
             self._begun_usage = self._begun_usage or event.data
             self._usage = event.data
 
@@ -172,3 +186,26 @@ class StreamReader:
         if not has_reason and (self._tells_reason or not self.has_begun) and not self.has_end:
             raise StreamFailed(event.start, GaveUp(), GAVE_UP)
         self.has_begun = self.has_end = True
+
+
+async def beginning(body: Body, reader: StreamReader) -> bytes:
+    """Return the stream up to its first token, and what has come with that.
+
+    Comments are dropped: they say only that the server lives. Raises BrokeOff if the stream ends without a token, and
+    as `StreamReader.read` and `Body.readany`.
+    """
+    held, splitter = b"", EventSplitter()
+    while chunk := await body.readany():
+        if events := splitter.feed(chunk):
+            reader.read(events)
+            if reader.has_begun:
+                return held + events + splitter.take_held()
+            held += without_comments(events)
+        if len(held) + splitter.held_bytes > HELD_BYTES:
+            reader.has_begun = True
+            return held + splitter.take_held()
+    if partial := splitter.take_held():
+        reader.read(partial + b"\n\n")  # the last event may lack its blank line
+        if reader.has_begun:
+            return held + partial
+    raise BrokeOff("the stream ended without a token")

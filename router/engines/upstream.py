@@ -25,16 +25,15 @@ from router.engines.attempt_result import (
     Observed,
     began,
 )
-from router.engines.engine_client import Answer, BrokeOff, ConnectTimedOut, EngineClient, GivenUp, NotConnected
+from router.engines.engine_client import Answer, Body, ConnectTimedOut, EngineClient, GivenUp, NotConnected
 from router.engines.engine_errors import (
     GAVE_UP,
     is_unknown_model,
     is_unknown_path,
     meaning_of_body,
 )
-from router.engines.inflating import Body, inflated
-from router.engines.stream_beginning import beginning
-from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.inflating import inflated
+from router.engines.stream_reader import StreamFailed, StreamReader, beginning
 from router.engines.whole_answers import observed_whole
 from router.fleet.lack import lack_of
 from router.fleet.pod import Pod
@@ -179,24 +178,28 @@ async def open_answer(
         return opened
     except NotConnected as cause:
         raise _not_connected(target, cause) from None
-    except GivenUp as cause:
-        error: UpstreamError = EngineLeaves(f"{target.authority}: {cause}", asleep=True)
-        raise PodFailed(Failed(Failure.TIMEOUT), error) from None
-    except TimeoutError:
-        text = "the engine did not answer in time"
-        error = DeadlineExceeded(text, f"{target.authority}: {text}")
-        raise PodFailed(Failed(Failure.TIMEOUT), error) from None
-    except BrokeOff as cause:
-        text = "the engine broke off its answer"
-        error = BadGateway(text, f"{target.authority}: {text}: {cause or type(cause).__name__}")
-        raise PodFailed(Failed(Failure.DISCONNECT), error) from None
-    except StreamFailed as failed:
-        leaves = isinstance(failed.observed, ErrorEvent) and failed.observed.meaning is Cause.LEAVING
-        error = EngineLeaves(failed.message) if leaves else BadGateway(failed.message)
-        raise PodFailed(failed.observed, error) from None
+    except (OSError, StreamFailed) as cause:
+        raise pod_failed(cause, target.authority) from None
     finally:
         if response is not None:
             response.close()
+
+
+def pod_failed(cause: OSError | StreamFailed, authority: str) -> PodFailed:
+    """Return what it means that an answer did not begin well. `authority`: the pod's, for logs."""
+    match cause:
+        case StreamFailed():
+            leaves = isinstance(cause.observed, ErrorEvent) and cause.observed.meaning is Cause.LEAVING
+            return PodFailed(cause.observed, EngineLeaves(cause.message) if leaves else BadGateway(cause.message))
+        case GivenUp():
+            return PodFailed(Failed(Failure.TIMEOUT), EngineLeaves(f"{authority}: {cause}", asleep=True))
+        case TimeoutError():
+            text = "the engine did not answer in time"
+            return PodFailed(Failed(Failure.TIMEOUT), DeadlineExceeded(text, f"{authority}: {text}"))
+        case OSError():
+            text = "the engine broke off its answer"
+            error = BadGateway(text, f"{authority}: {text}: {cause or type(cause).__name__}")
+            return PodFailed(Failed(Failure.DISCONNECT), error)
 
 
 def _not_connected(target: Target, cause: NotConnected) -> Exception:
@@ -217,8 +220,10 @@ async def _opened(response: Answer, asked: Inbound, keep: Callable[[int], bool],
     """
     status = response.status
     coding = response.headers.get("Content-Encoding")
+    body: Body = response
     try:
-        body = inflated(response, coding)
+        if coding is not None:
+            body = inflated(response, coding)
     except UnsupportedEncoding:
         raise PodFailed(NoAnswer(), BadGateway(cannot_inflate(status, coding))) from None
     if status >= 300:

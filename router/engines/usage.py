@@ -23,8 +23,8 @@ _MESSAGE_PROMPT = tuple(
     for name in (b"input_tokens", b"cache_creation_input_tokens", b"cache_read_input_tokens")
 )
 _MESSAGE_OUTPUT = re.compile(rb'"output_tokens"\s*:\s*(\d{1,12})')
-# If the beginning of the usage is in the tail, all of the usage is.
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+USAGE = re.compile(rb'"usage"\s*:\s*\{')
+"""The beginning of an answer's token counts. If it is in the tail, all of them are."""
 # The event with the usage of the whole stream. Engines may send usage in every event; earlier ones have less.
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 
@@ -105,7 +105,7 @@ def whole_usage(body: bytes) -> Usage:
     tail = body[-TAIL_BYTES:]
     usage = usage_in(tail)
     usage.is_final = (
-        tail.find(b'"usage"') >= 0 and _USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
+        tail.find(b'"usage"') >= 0 and USAGE.search(tail) is not None and not _is_silent_of_cache(usage, tail)
     )
     return usage
 

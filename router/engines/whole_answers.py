@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -25,10 +26,12 @@ def observed_whole(endpoint: str, body: bytes) -> Observed:
     """Return what a whole answer to a request at `endpoint` shows."""
     if endpoint not in _JSON:
         return ended(is_stream=False)
-    if not is_json_object(body):
+    fields = _fields_of(body)
+    if fields is None:
         return NoAnswer()
-    if body.find(b'"error') >= 0 and (error := _error(body)) is not None:
-        return error
+    if has_error(fields) and fields.get("type") != "message":
+        error = error_of(fields)
+        return ErrorEvent(error.code, meaning(error.message))
     failed = _FAILED.search(body) if body.find(b'_reason"') >= 0 else None
     if failed is not None and failed[1] == b"error":
         return ErrorEvent(None, None)
@@ -37,25 +40,15 @@ def observed_whole(endpoint: str, body: bytes) -> Observed:
     return ended(is_stream=False)
 
 
-def is_json_object(body: bytes) -> bool:
-    """Whether the body is a JSON object, as far as that can be told in a short time."""
+def _fields_of(body: bytes) -> Mapping[str, Any] | None:
+    """Return the fields of a JSON object, or none of them if it is long; None if the body is something else, as far as
+    that can be told in a short time."""
     if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
-        return False
+        return None
     if len(body) > PARSED_BYTES:
-        return True
+        return {}
     try:
-        loads(body)
+        fields: dict[str, Any] = loads(body)
     except orjson.JSONDecodeError:
-        return False
-    return True
-
-
-def _error(body: bytes) -> ErrorEvent | None:
-    """Return the engine's error in an answer with status 200; None if there is none."""
-    if len(body) > PARSED_BYTES:
         return None
-    fields: dict[str, Any] = loads(body)
-    if not has_error(fields) or fields.get("type") == "message":
-        return None
-    error = error_of(fields)
-    return ErrorEvent(error.code, meaning(error.message))
+    return fields

@@ -16,7 +16,7 @@ from router.fleet.discovery import Discovery, EngineAddress
 from router.fleet.facts import EngineFacts
 from router.fleet.faults import Fault
 from router.fleet.member import Member, Ranks
-from router.fleet.pod import Clock, Lease, Pod
+from router.fleet.pod import Clock, Pod, TrackedRequest
 from router.fleet.probe import PodIdentity, Probe, ProbeFailed, ServedModel, named_by_discovery, restricted
 from router.fleet.roster import Roster
 from router.views.speeds import Speeds
@@ -139,12 +139,14 @@ class Fleet:
         """Return the pods for `model` that have failed a request since they last answered one."""
         return frozenset(pod.pod_id for pod in self.pods(model) if pod.faults.is_doubtful)
 
-    def lease(self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool) -> Lease:
+    def track(
+        self, pod: Pod, *, prompt_tokens: int, uncached_tokens: int, output_tokens: int, streams: bool
+    ) -> TrackedRequest:
         """Return a context manager that counts one request on `pod`. `streams`: the first byte is a token."""
         is_trial = pod.faults.begin_trial()
         if is_trial:
             self._refresh(pod)
-        return Lease(
+        return TrackedRequest(
             pod,
             str(next(self._numbers)),
             prompt_tokens=prompt_tokens,

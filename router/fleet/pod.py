@@ -158,7 +158,7 @@ def facts_of(identity: PodIdentity) -> EngineFacts:
     return EngineFacts(engine=kind, adapters=adapters)
 
 
-class Lease:
+class TrackedRequest:
     """A request on a pod. It counts from `with` until the block ends, however that happens."""
 
     __slots__ = (
@@ -199,7 +199,7 @@ class Lease:
         self.loads_adapter = False
         """Whether the pod has to load the request's adapter; set this before the request is sent."""
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> TrackedRequest:
         self._pod.in_flight += 1
         self._pod.state.sent(
             self._request_id,

@@ -77,19 +77,19 @@ class Attempts:
 
         `asked`: the request, or the one for its rest. `is_on_budget`: the retry budget counts it.
         """
-        lease = self._fleet.lease(
+        tracked = self._fleet.track(
             choice.pod,
             prompt_tokens=asked.prompt_tokens,
             uncached_tokens=max(0, asked.prompt_tokens - choice.cached_tokens),
             output_tokens=asked.output_tokens,
             streams=asked.stream and asked.prompts == 1,  # of several prompts, most still wait after the first byte
         )
-        lease.loads_adapter = choice.loads_adapter
+        tracked.loads_adapter = choice.loads_adapter
         now_s = self._clock()
         arrival = exchange.arrival
         session_id = self._sessions.begin(choice.pod, asked, now_s)
-        report = self._chooser.told(asked, choice, session_id or arrival.request_id)
+        report = self._chooser.report_of(asked, choice, session_id or arrival.request_id)
         span_id = 0 if arrival.trace is None else arrival.trace.child_id()
-        attempt = Attempt(asked, choice, lease, now_s, report, session_id, span_id, is_on_budget)
+        attempt = Attempt(asked, choice, tracked, now_s, report, session_id, span_id, is_on_budget)
         exchange.attempts.append(attempt)
         return attempt

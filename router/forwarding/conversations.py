@@ -7,7 +7,6 @@ from dataclasses import replace
 from hashlib import sha256
 
 from engine.contract.errors import ApiError, Unavailable, quoted
-from engine.contract.requests import Endpoint
 from router.edge.errors import RETRY_AFTER_S
 from router.fleet.fleet import Fleet
 from router.forwarding.exchange import Exchange
@@ -108,9 +107,10 @@ class Conversations:
         return replace(inbound, only=pod.pod_id, prompt_tokens=inbound.prompt_tokens + place.tokens)
 
     def began(self, exchange: Exchange, head: bytes, pod: PodId) -> None:
-        """When an engine begins to answer, record what it will keep, before the client can ask for that."""
+        """When an engine begins to answer at `/v1/responses`, record what it will keep, before the client can ask for
+        that."""
         inbound = exchange.inbound
-        if inbound is None or inbound.endpoint != Endpoint.RESPONSES:
+        if inbound is None:
             return
         tenant = exchange.arrival.tenant.name
         names = [response_id(head)] if inbound.stores else []

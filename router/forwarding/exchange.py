@@ -20,7 +20,7 @@ from router.edge.errors import UpstreamError
 from router.engines.attempt_result import Broken, Cause, Done, GoesOn, Result, Retry
 from router.engines.usage import Usage
 from router.fleet.faults import Fault
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.peer_sync.sent_reports import SentReport
 from router.reading.inbound import Inbound
 from router.tenants.marks import marked
@@ -89,7 +89,7 @@ class Attempt:
     asked: Inbound
     """What the pod is asked for: the request, or its rest if an earlier pod broke its stream."""
     choice: Choice
-    lease: Lease
+    tracked: TrackedRequest
     sent_s: float
     report: SentReport | None = None
     """Reports the attempt to the other gateways; None if they need no report."""
@@ -127,19 +127,19 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         """Count the attempt on its pod, here and at the other gateways."""
-        self.lease.__enter__()
+        self.tracked.__enter__()
         if self.report is not None:
             self.report.sent()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.lease.__exit__()
+        self.tracked.__exit__()
         if self.report is not None:
             self.report.ended()
 
     def first_token(self, cached_tokens: int | None) -> None:
         """Report the answer's first byte. `cached_tokens`: reused prompt tokens; None if the pod does not say."""
-        self.lease.first_token(cached_tokens)
+        self.tracked.first_token(cached_tokens)
         if self.report is not None:
             self.report.began(cached_tokens)
 

@@ -18,8 +18,8 @@ from engine.contract.responses import response_error
 from router.continuing.transcript import SentEvents
 from router.edge.errors import BadGateway
 from router.engines.attempt_result import ErrorEvent, Failed, Failure, GaveUp, Observed
-from router.engines.inflating import Body
-from router.engines.stream_events import end_of_events
+from router.engines.engine_client import Body
+from router.engines.stream_events import EventSplitter
 from router.engines.stream_reader import StreamFailed, StreamReader
 from router.engines.usage import Tail, Usage, whole_usage
 
@@ -35,10 +35,6 @@ the write does not wait."""
 REARM_SHARE = 0.25
 """The idle timer is set anew only once this share of the timeout has passed: that is cheaper than at every chunk. It is
 set to the timeout plus this share. So it never ends before the timeout, and is late by this share at most."""
-
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_SEAM_BYTES = 3
-"""Bytes of the longest end of an event, less one."""
 
 
 class StreamBroke(Exception):
@@ -163,11 +159,9 @@ class Relay:
         self._watch = watch
         self._is_json = is_json
         self._tail = Tail()
-        self._held: list[bytes] = []
-        self._held_size = 0
-        self._seam = b""
-        """The last bytes that came: the end of an event may begin in them."""
+        self._splitter = EventSplitter()
         self._is_mid_event = False
+        """Whether a part of an event was sent before its end."""
         self._is_reading = False
         self._first = b""
         """The first chunk, until it is sent."""
@@ -214,8 +208,7 @@ class Relay:
             if reader is None:
                 self._tail.add(chunk)
             else:
-                if self._held or self._is_mid_event or not chunk.endswith(_EVENT_ENDS):
-                    chunk = self._complete(chunk)
+                chunk = self._complete(chunk)
                 try:
                     reader.read(chunk)
                 except StreamFailed as failed:
@@ -226,7 +219,7 @@ class Relay:
                 self._rearm(limit, now_s)
             if len(chunk) > PIECE_BYTES:
                 await self._write_pieces(chunk)
-            elif chunk and self._source.is_read and not self._held and self._may_end(chunk):
+            elif chunk and self._source.is_read and not self._splitter.held_bytes and self._may_end(chunk):
                 await self._sink.write_eof(chunk)  # one packet for the last events and the end
                 return
             elif chunk:
@@ -263,7 +256,7 @@ class Relay:
 
     async def _end(self) -> None:
         """End the answer, because nothing more comes. Raises StreamBroke if the engine ended it too early."""
-        held = self._take_held()
+        held = self._splitter.take_held()
         if held and self._reader is not None:
             try:
                 self._reader.read(held + b"\n\n")  # the last event may lack its blank line
@@ -309,29 +302,15 @@ class Relay:
             await self._sink.write(chunk[start : start + PIECE_BYTES])
 
     def _complete(self, chunk: bytes) -> bytes:
-        """Return what may be sent of the held bytes and `chunk`: all up to the end of the last complete event.
-
-        It searches only `chunk` and the few bytes before it, since an engine may send byte by byte.
-        """
-        seam = self._seam if self._held or self._is_mid_event else b""
-        seen = seam + chunk
-        end = end_of_events(seen) - len(seam)
-        self._seam = seen[-_SEAM_BYTES:]
-        if end <= 0:
-            self._held.append(chunk)
-            self._held_size += len(chunk)
-            return b"" if self._held_size <= HELD_BYTES else self._part(self._take_held())
-        rest = chunk[end:]
-        complete = self._take_held() + chunk[:end]
-        if self._is_mid_event:
+        """Return what may be sent of the held bytes and `chunk`: the complete events, and all of an event that is too
+        long to be held."""
+        splitter = self._splitter
+        events = splitter.feed(chunk)
+        if events and self._is_mid_event:
             self._is_mid_event = False
             if self._reader is not None:
-                self._reader.read_part(complete, is_first=False, is_last=True)
-        if len(rest) > HELD_BYTES:
-            return complete + self._part(rest)
-        if rest:
-            self._held, self._held_size = [rest], len(rest)
-        return complete
+                self._reader.read_part(events, is_first=False, is_last=True)
+        return events + self._part(splitter.take_held()) if splitter.held_bytes > HELD_BYTES else events
 
     def _part(self, part: bytes) -> bytes:
         """Return a part of an event that is too long to be held back until it is complete."""
@@ -339,10 +318,6 @@ class Relay:
             self._reader.read_part(part, is_first=not self._is_mid_event, is_last=False)
         self._is_mid_event = True
         return part
-
-    def _take_held(self) -> bytes:
-        held, self._held, self._held_size = b"".join(self._held), [], 0
-        return held
 
     async def end_with(self, event: bytes) -> None:
         """Send one more event, with an error. The held part of a broken event is dropped.

@@ -33,13 +33,9 @@ from router.continuing.resume import (
 from router.continuing.transcript import ResponseTranscript, SentEvents, Transcript
 from router.edge.admission import Admitted
 from router.edge.connection_limits import leaving_fifo
-from router.edge.errors import BadGateway, DeadlineExceeded
-from router.engines.attempt_result import Failed, Failure
-from router.engines.engine_client import BrokeOff
-from router.engines.inflating import Body
-from router.engines.stream_beginning import beginning
-from router.engines.stream_reader import StreamFailed, StreamReader
-from router.engines.upstream import PodFailed
+from router.engines.engine_client import Body, BrokeOff
+from router.engines.stream_reader import StreamFailed, StreamReader, beginning
+from router.engines.upstream import pod_failed
 from router.fleet.pod import Pod
 from router.forwarding.exchange import Exchange
 from router.forwarding.relay import Relay, StreamBroke
@@ -262,17 +258,10 @@ class RestBody:
                 return events
         return b""
 
-    async def begin(self, reader: StreamReader, deadline_s: float) -> bytes:
+    async def begin(self, reader: StreamReader, deadline_s: float, authority: str) -> bytes:
         """Return the first events for the client, up to the first token. `reader`: reads them. Raises PodFailed."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await beginning(self, reader)
-        except TimeoutError:
-            error = DeadlineExceeded("the engine did not answer in time")
-            raise PodFailed(Failed(Failure.TIMEOUT), error) from None
-        except StreamFailed as failed:
-            raise PodFailed(failed.observed, BadGateway(failed.message)) from None
-        except OSError as cause:
-            raise PodFailed(
-                Failed(Failure.DISCONNECT), BadGateway("the engine broke off its answer", str(cause))
-            ) from None
+        except (OSError, StreamFailed) as cause:
+            raise pod_failed(cause, authority) from None

@@ -128,7 +128,7 @@ class Sender:
                 if rest is not None and isinstance(result, GoesOn):
                     body = RestBody(opened.rest, opened.take_first(), rest.rewriter)
                     opened.rest, opened.reader = body, StreamReader(running.inbound.endpoint, is_rest=True)
-                    opened.first = await body.begin(opened.reader, patience.until_s)
+                    opened.first = await body.begin(opened.reader, patience.until_s, attempt.pod.url)
                 attempt.answered(result, reply)
                 self._began(running, attempt, opened)
                 if isinstance(result, GoesOn):
@@ -223,7 +223,8 @@ class Sender:
             return
         exchange.failed(None)
         attempt.pod.knows(attempt.asked.endpoint)
-        self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
+        if attempt.asked.endpoint == Endpoint.RESPONSES:
+            self._conversations.began(exchange, opened.first, attempt.pod.pod_id)
         self._accounting.began(exchange, attempt, now_s)
         if attempt.asked.prompts == 1:  # else a stream's headers tell only of the first prompt
             usage = header_usage(opened.response.headers)
@@ -272,7 +273,7 @@ class Sender:
             if relay is not None:
                 exchange.counted(relay.usage(is_broken=is_broken))
             if running.inbound.prompts == 1:
-                attempt.lease.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+                attempt.tracked.computed_tokens = exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
             if not isinstance(running.state, _ENDED):
                 running.cut()
         return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -33,16 +33,25 @@ class TooManyViewers(Unavailable):
 
 
 class Live:
-    """An Observer of the gateway that makes the frames. Without viewers it costs one point of the history a second."""
+    """An Observer of the gateway that makes the frames. Without viewers it sees no request, and costs one point of the
+    history a second."""
 
     def __init__(
-        self, snapshots: Snapshots, metrics: Metrics, admission: Admission, *, about: Mapping[str, Any]
+        self,
+        snapshots: Snapshots,
+        metrics: Metrics,
+        admission: Admission,
+        *,
+        about: Mapping[str, Any],
+        observe: Callable[[Live | None], None],
     ) -> None:
-        """`about`: facts about the gateway for every first frame."""
+        """`about`: facts about the gateway for every first frame. `observe`: is called with this object once somebody
+        watches, so that it gets decisions and requests, and with None once nobody does."""
         self._snapshots = snapshots
         self._metrics = metrics
         self._admission = admission
         self._about = about
+        self._observe = observe
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
         self._totals = metrics.totals()
@@ -64,7 +73,7 @@ class Live:
 
     def wants_scores(self) -> bool:
         """See Observer."""
-        return self._viewers > 0 and self._decisions.wants_scores(self._clock())
+        return self._decisions.wants_scores(self._clock())
 
     def scored(self, seconds: float) -> None:
         """See Observer."""
@@ -72,8 +81,6 @@ class Live:
 
     def ended(self, exchange: Exchange) -> None:
         """See Observer."""
-        if not self._viewers:
-            return
         now_s = self._clock()
         self._decisions.add(exchange, now_s)
         if (inbound := exchange.inbound) is not None:
@@ -87,11 +94,13 @@ class Live:
         if self._viewers >= MOST_VIEWERS:
             raise TooManyViewers
         self._viewers += 1
+        self._observe(self)
         try:
             yield
         finally:
             self._viewers -= 1
             if not self._viewers:
+                self._observe(None)
                 self._prefixes.clear()
                 self._decisions.clear()
                 self._hottest = []

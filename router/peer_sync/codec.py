@@ -44,7 +44,7 @@ from router.peer_sync.messages import (
     Routed,
     Undone,
 )
-from router.registry.speculation import Run
+from router.registry.speculative_entries import Run
 from router.views.types import PodId
 
 MAX_BYTES = 2 * 2**20

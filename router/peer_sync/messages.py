@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NewType, Protocol
 
 from engine.contract.events import Keys
-from router.registry.speculation import Run
+from router.registry.speculative_entries import Run
 from router.views.types import PodId
 
 Life = NewType("Life", int)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.contract.errors import Unavailable
+from engine.contract.requests import Endpoint
 from router.edge.errors import UnsupportedEncoding
 from router.edge.inflate import Inflater, NotCompressed, inflater_for
 from router.engines.attempt_result import (
@@ -25,7 +26,7 @@ from router.engines.attempt_result import (
     ended,
     result_of,
 )
-from router.engines.stream_events import end_of_events
+from router.engines.stream_events import EventSplitter
 from router.engines.stream_reader import StreamFailed, StreamReader
 from router.engines.upstream import cannot_inflate, observed_status
 from router.engines.usage import TAIL_BYTES, Usage, header_usage, whole_usage
@@ -62,7 +63,8 @@ class Answered:
         """What the engine did so far; of an error, the body is not read yet."""
         self._why = f"the engine answered {self._status}"
         self._head = self._last = b""
-        """The beginning of the body, and the last bytes of it; of a stream, the part of an event that has not ended."""
+        """The beginning of the body, and the last bytes of one that is no stream."""
+        self._splitter = EventSplitter()
         self._has_begun = False
         self.is_ended = False
         self.attempt: Attempt | None = exchange.last
@@ -100,12 +102,10 @@ class Answered:
             self._last = (self._last + chunk)[-TAIL_BYTES:]
             self._begin()
             return
-        self._last += chunk
-        if end := end_of_events(self._last):
-            events, self._last = self._last[:end], self._last[end:]
+        if events := self._splitter.feed(chunk):
             self._read(self._reader, events)
-        elif len(self._last) > MAX_EVENT_BYTES:
-            self._last = self._last[-TAIL_BYTES:]
+        elif self._splitter.held_bytes > MAX_EVENT_BYTES:
+            self._splitter.take_held()  # nothing in an event of this length is needed
 
     def _read(self, reader: StreamReader, events: bytes) -> None:
         try:
@@ -120,7 +120,7 @@ class Answered:
         if self._has_begun:
             return
         self.began()
-        if self.attempt is not None and self.attempt.has_run:
+        if self.attempt is not None and self.attempt.has_run and self._endpoint == Endpoint.RESPONSES:
             self._parts.conversations.began(self._exchange, self._head, self.attempt.pod.pod_id)
 
     def _fails(self, observed: Observed, why: str) -> None:
@@ -148,7 +148,7 @@ class Answered:
             return
         self.is_ended = True
         if self._reader is not None and self._sees:
-            self._read(self._reader, self._last + b"\n\n")  # the last event may lack its blank line
+            self._read(self._reader, self._splitter.take_held() + b"\n\n")  # the last event may lack its blank line
             if not self._reader.is_over or not self._reader.has_begun:
                 self._fails(Failed(Failure.DISCONNECT), "the engine ended its answer too early")
         if not self._has_begun:
@@ -203,7 +203,7 @@ class Answered:
     def _leave(self, attempt: Attempt) -> None:
         """End an attempt. If it never ran, its prefix no longer counts as held by its pod, either."""
         if attempt.asked.prompts == 1:
-            attempt.lease.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
+            attempt.tracked.computed_tokens = self._exchange.usage.computed_tokens(attempt.pod.tells_cached_tokens)
         attempt.__exit__()
         self._parts.accounting.undo(attempt)
 

@@ -22,7 +22,7 @@ from router.edge.admission import Admitted
 from router.edge.client_keys import OPEN_PATHS, key_id_shown
 from router.edge.errors import DeadlineExceeded, Forbidden, RequestTimeout, Unauthorized, error_response
 from router.edge.headers import removed_at_proxy, request_id
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.forwarding.exchange import Arrival, Exchange
 from router.picker.answer import Answered
 from router.picker.bodies import Body
@@ -86,7 +86,7 @@ class Call:
         self._allowed: frozenset[str] | None = None
         self._body: Body | None = None
         """None once it has been sent on."""
-        self._lease: Lease | None = None
+        self._tracked: TrackedRequest | None = None
         """Counts a request without keys on its pod; requests with keys have attempts."""
         self._answered: Answered | None = None
 
@@ -138,10 +138,10 @@ class Call:
             last = exchange.attempts[-1]
             last.__exit__()
             parts.accounting.undo(last)
-        if self._lease is not None:
-            self._lease.__exit__()
+        if self._tracked is not None:
+            self._tracked.__exit__()
         if self._taking is not None:
-            self._taking.used = exchange.tokens_used if self._lease is None else self._tokens_by_load(exchange)
+            self._taking.used = exchange.tokens_used if self._tracked is None else self._tokens_by_load(exchange)
             await self._taking.__aexit__()
         if found is not None and found.kind is Kind.STORED:
             parts.stored.answered(self._fields[":method"], found.name, exchange.status)
@@ -307,7 +307,7 @@ class Call:
         if self._taking is not None:
             await self._charge(exchange, tokens)
             pod, able = by_load.pick(tenant, self._allowed)  # it may have waited
-        self._lease = parts.fleet.lease(
+        self._tracked = parts.fleet.track(
             pod, prompt_tokens=tokens, uncached_tokens=tokens, output_tokens=1, streams=False
         ).__enter__()
         return pod, able

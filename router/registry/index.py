@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 from engine.contract.events import Keys, Tier
 from engine.contract.keys import PrefixKey
-from router.registry.room import Regret, Taken
-from router.registry.rooms import Rooms
-from router.registry.speculation import Run, Speculation
+from router.registry.cache_estimate import Regret, Taken
+from router.registry.free_tokens import FreeTokens
+from router.registry.speculative_entries import Run, SpeculativeEntries
 from router.views.types import PodId
 
 _SHARD_SHIFT = 58
@@ -86,10 +86,10 @@ class PrefixIndex:
         self._sweeper: Iterator[int] | None = None
         self._speculative_limit = speculative_limit
         self._request_limit = max(_REQUEST_KEYS, speculative_limit // _REQUEST_SHARE)
-        self._speculations: dict[PodId, Speculation] = {}
-        self._expected_rooms: dict[PodId, tuple[float, int | None]] = {}
-        self.rooms = Rooms()
-        """Room of the pods that report nothing: what each can take before it evicts something."""
+        self._speculative: dict[PodId, SpeculativeEntries] = {}
+        self._expected_capacities: dict[PodId, tuple[float, int | None]] = {}
+        self.free_tokens = FreeTokens()
+        """For pods that report nothing: what each can take before it evicts something."""
         self._regret = Regret()
         self._reporters: set[PodId] = set()
         """Pods that may have reported keys; the other pods have speculative keys only."""
@@ -113,7 +113,7 @@ class PrefixIndex:
             keys=len(self),
             pods=len(self._slots),
             retired_slots=self._retired.bit_count() // _SLOT_BITS,
-            speculative=sum(map(len, self._speculations.values())),
+            speculative=sum(map(len, self._speculative.values())),
         )
 
     def match(self, keys: Sequence[PrefixKey], now_s: float) -> dict[PodId, Match]:
@@ -228,16 +228,16 @@ class PrefixIndex:
         return pods
 
     def apply(self, pod: PodId, removed: Keys, stored: tuple[Keys, Keys, Keys]) -> None:
-        """Enter a pod's report: first `removed`, then `stored[tier]`. A report about a key ends its speculation."""
+        """Enter a pod's report: first `removed`, then `stored[tier]`. A report about a key ends its entry."""
         slot = self._slot(pod)
         self._reporters.add(pod)
         self._change(removed, slot, 0)
         for tier, bits in _TIER_BITS.items():
             self._change(stored[tier], slot, bits)
-        if speculation := self._speculations.get(pod):
+        if entries := self._speculative.get(pod):
             for reported in (removed, *stored):
-                speculation.discard(reported)
-            self._show_room(pod, speculation)
+                entries.discard(reported)
+            self._show_free_tokens(pod, entries)
 
     def replace(self, pod: PodId, stored: tuple[Keys, Keys, Keys]) -> None:
         """Enter a pod's snapshot. It replaces all that is believed about the pod, speculation included.
@@ -250,8 +250,8 @@ class PrefixIndex:
     def drop(self, pod: PodId) -> None:
         """Forget a pod, in constant time; `sweep` frees its memory. An unknown pod is no error."""
         slot = self._slots.pop(pod, None)
-        self._speculations.pop(pod, None)
-        self.rooms.set(pod, math.inf)
+        self._speculative.pop(pod, None)
+        self.free_tokens.set(pod, math.inf)
         self._reporters.discard(pod)
         if slot is not None:
             self._changes += 1
@@ -273,75 +273,75 @@ class PrefixIndex:
         longest are forgotten once the cache is full.
         """
         slot = self._slot(pod)
-        speculation = self._speculations.get(pod)
-        if speculation is None:
-            speculation = self._new_speculation(pod)
+        entries = self._speculative.get(pod)
+        if entries is None:
+            entries = self._new_entries(pod)
         keys = keys[: self._request_limit]
         if pod in self._reporters:
-            shards, reported, believed = self._shards, 1 << slot, speculation.believed
+            shards, reported, believed = self._shards, 1 << slot, entries.believed
             keys = [key for key in keys if key in believed or not shards[key >> _SHARD_SHIFT].get(key, 0) & reported]
         if keys:
-            new, dropped = speculation.use(keys, now_s, ttl_s)
+            new, dropped = entries.use(keys, now_s, ttl_s)
             if new:
                 self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
             if dropped:
                 self._change(dropped, slot, 0)
             if taken is not None:
                 self._regret.asked(new)
-                if gone := speculation.take(taken, len(keys), now_s):
+                if gone := entries.take(taken, len(keys), now_s):
                     self._change(gone, slot, 0)
                     self._regret.lost(gone)
-            self._show_room(pod, speculation)
-            self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+            self._show_free_tokens(pod, entries)
+            self._next_expiry_s = min(self._next_expiry_s, entries.next_expiry_s)
 
-    def _new_speculation(self, pod: PodId) -> Speculation:
-        speculation = self._speculations[pod] = Speculation(self._speculative_limit)
-        if (room := self._expected_rooms.pop(pod, None)) is not None:
-            speculation.expect_room(*room)
-        return speculation
+    def _new_entries(self, pod: PodId) -> SpeculativeEntries:
+        entries = self._speculative[pod] = SpeculativeEntries(self._speculative_limit)
+        if (capacity := self._expected_capacities.pop(pod, None)) is not None:
+            entries.expect_capacity(*capacity)
+        return entries
 
-    def expect_rooms(self, rooms: Mapping[PodId, tuple[float, int | None]]) -> None:
+    def expect_capacities(self, capacities: Mapping[PodId, tuple[float, int | None]]) -> None:
         """Use another gateway's estimates for pods that report nothing: the capacity that each is thought to have and
         the capacity that it stated, in tokens. They count for pods without speculative keys so far."""
-        self._expected_rooms |= rooms
+        self._expected_capacities |= capacities
 
-    def learnt_room(self, pod: PodId) -> tuple[float, int | None] | None:
-        """Return this gateway's estimate as in `expect_rooms`; None while nothing is known of the pod's cache."""
-        speculation = self._speculations.get(pod)
-        return None if speculation is None else speculation.learnt_room
+    def learnt_capacity(self, pod: PodId) -> tuple[float, int | None] | None:
+        """Return this gateway's estimate as in `expect_capacities`; None while nothing is known of the pod's cache."""
+        entries = self._speculative.get(pod)
+        return None if entries is None else entries.learnt_capacity
 
     def retract(self, pod: PodId, keys: Sequence[PrefixKey]) -> Sequence[PrefixKey]:
         """Take back a `speculate` because the request never ran there. Return the dropped keys; keys that other
         requests vouch for stay."""
-        if speculation := self._speculations.get(pod):
-            dropped = speculation.retract(keys)
+        if entries := self._speculative.get(pod):
+            dropped = entries.retract(keys)
             self._change(dropped, self._slots[pod], 0)
-            self._show_room(pod, speculation)
+            self._show_free_tokens(pod, entries)
             return dropped
         return ()
 
     def forget_unused(self, pod: PodId, keys: Sequence[PrefixKey], used_at_s: float) -> None:
         """Forget the speculative entries of `keys`, except those used after `used_at_s`."""
-        if speculation := self._speculations.get(pod):
-            self._change(speculation.discard(speculation.unused_since(keys, used_at_s)), self._slots[pod], 0)
-            self._show_room(pod, speculation)
+        if entries := self._speculative.get(pod):
+            self._change(entries.discard(entries.unused_since(keys, used_at_s)), self._slots[pod], 0)
+            self._show_free_tokens(pod, entries)
 
     def refute(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, now_s: float) -> None:
-        """Correct speculation: the answer's cached tokens say that the pod held only `strides` of `keys`.
+        """Correct speculative entries: the answer's cached tokens say that the pod held only `strides` of `keys`.
 
         Keys that were last used earlier than the first missing key are forgotten too: an LRU cache evicted them before
         that key. The pod has computed the prompt meanwhile: for a pod that reports nothing, call `speculate` again
         afterwards.
         """
-        if speculation := self._speculations.get(pod):
-            speculated = speculation.expire(now_s) + speculation.refute(keys, strides)
+        if entries := self._speculative.get(pod):
+            speculated = entries.expire(now_s) + entries.refute(keys, strides)
             self._change(speculated, self._slots[pod], 0)
-            self._show_room(pod, speculation)
+            self._show_free_tokens(pod, entries)
 
     def assumed(self, pod: PodId) -> list[Run]:
         """Return the pod's speculative keys, in the order in which they would be dropped. Looks at all of them."""
-        speculation = self._speculations.get(pod)
-        return [] if speculation is None else speculation.runs()
+        entries = self._speculative.get(pod)
+        return [] if entries is None else entries.runs()
 
     def assume(self, pod: PodId, runs: Iterable[Run], now_s: float, ttl_s: float) -> None:
         """Speculate on another gateway's keys, for `ttl_s` from each use. Looks at all of the pod's speculative keys.
@@ -349,34 +349,34 @@ class PrefixIndex:
         A key stays as it is if it was used later than `runs` say, or if the pod reported it.
         """
         slot = self._slot(pod)
-        speculation = self._speculations.get(pod)
-        if speculation is None:
-            speculation = self._new_speculation(pod)
+        entries = self._speculative.get(pod)
+        if entries is None:
+            entries = self._new_entries(pod)
         if pod in self._reporters:
             shards, reported = self._shards, 1 << slot
             runs = [
                 (at_s, [key for key in keys if not shards[key >> _SHARD_SHIFT].get(key, 0) & reported])
                 for at_s, keys in runs
             ]
-        new, dropped = speculation.merge(runs, now_s, ttl_s)
+        new, dropped = entries.merge(runs, now_s, ttl_s)
         self._change(new, slot, 1 << _SPECULATIVE_SHIFT)
         self._change(dropped, slot, 0)
-        self._show_room(pod, speculation)
-        self._next_expiry_s = min(self._next_expiry_s, speculation.next_expiry_s)
+        self._show_free_tokens(pod, entries)
+        self._next_expiry_s = min(self._next_expiry_s, entries.next_expiry_s)
 
     def was_held(self, pod: PodId, keys: Sequence[PrefixKey], strides: int, tokens: float) -> None:
         """Note that the pod was believed to hold the first `strides` of `keys`, and the answer reused `tokens` more. So
         its cache is larger than was thought, or these tokens were part of an earlier answer."""
-        if strides < len(keys) and (speculation := self._speculations.get(pod)):
-            speculation.was_held(keys[strides], tokens)
-            self._show_room(pod, speculation)
+        if strides < len(keys) and (entries := self._speculative.get(pod)):
+            entries.was_held(keys[strides], tokens)
+            self._show_free_tokens(pod, entries)
 
     def capacity_is_told(self, pod: PodId) -> bool:
         """Return whether the pod has stated its capacity; then its speculative keys need no time limit."""
-        speculation = self._speculations.get(pod)
-        if speculation is None:
-            return self._expected_rooms.get(pod, (0.0, None))[1] is not None
-        return speculation.capacity_is_told
+        entries = self._speculative.get(pod)
+        if entries is None:
+            return self._expected_capacities.get(pod, (0.0, None))[1] is not None
+        return entries.capacity_is_told
 
     @property
     def regret(self) -> float:
@@ -471,17 +471,17 @@ class PrefixIndex:
             elif mask:
                 del shard[key]
 
-    def _show_room(self, pod: PodId, speculation: Speculation) -> None:
-        """Publish the pod's room after a change of its speculative keys or its estimated capacity."""
-        if speculation.has_room:
-            self.rooms.set(pod, speculation.room_tokens())
+    def _show_free_tokens(self, pod: PodId, entries: SpeculativeEntries) -> None:
+        """Publish the pod's free tokens after a change of its speculative keys or its estimated capacity."""
+        if entries.has_estimate:
+            self.free_tokens.set(pod, entries.free_tokens())
 
     def _expire(self, now_s: float) -> None:
-        for pod, speculation in self._speculations.items():
-            if speculation.next_expiry_s <= now_s:
-                self._change(speculation.expire(now_s), self._slots[pod], 0)
-                self._show_room(pod, speculation)
-        self._next_expiry_s = min((s.next_expiry_s for s in self._speculations.values()), default=float("inf"))
+        for pod, entries in self._speculative.items():
+            if entries.next_expiry_s <= now_s:
+                self._change(entries.expire(now_s), self._slots[pod], 0)
+                self._show_free_tokens(pod, entries)
+        self._next_expiry_s = min((s.next_expiry_s for s in self._speculative.values()), default=float("inf"))
 
 
 def _bits(mask: int) -> Iterator[int]:

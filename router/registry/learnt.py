@@ -43,7 +43,7 @@ class LearntTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class LearntRoom:
+class LearntCapacity:
     """What is learnt about the cache of a pod that publishes nothing, in tokens."""
 
     capacity_tokens: float
@@ -60,7 +60,7 @@ class Learnt:
     speeds: Mapping[str, LearntSpeed] = field(default_factory=dict)
     """Kind of engine -> its speed."""
     factors: Mapping[PodId, LearntFactor] = field(default_factory=dict)
-    rooms: Mapping[PodId, LearntRoom] = field(default_factory=dict)
+    capacities: Mapping[PodId, LearntCapacity] = field(default_factory=dict)
 
 
 def encode_learnt(learnt: Learnt, written_s: float) -> bytes:
@@ -77,7 +77,7 @@ def encode_learnt(learnt: Learnt, written_s: float) -> bytes:
             "tokens": None if tokens is None else [tokens.prompt_bytes, tokens.prompt_tokens, tokens.output_tokens],
             "speeds": speeds,
             "factors": {pod: [f.factor, f.evidence_s, f.mean] for pod, f in _first(learnt.factors)},
-            "rooms": {pod: [room.capacity_tokens, room.told_tokens] for pod, room in _first(learnt.rooms)},
+            "rooms": {pod: [cache.capacity_tokens, cache.told_tokens] for pod, cache in _first(learnt.capacities)},
         }
     )
 
@@ -104,7 +104,7 @@ def decode_learnt(data: bytes) -> tuple[Learnt, float]:
                 for pod, (factor, evidence_s, mean) in record["factors"].items()
             },
             {
-                PodId(pod): LearntRoom(_above(capacity), None if told is None else _count(told))
+                PodId(pod): LearntCapacity(_above(capacity), None if told is None else _count(told))
                 for pod, (capacity, told) in record["rooms"].items()
             },
         )

@@ -21,7 +21,7 @@ from engine.contract.redis_keys import (
     stream_key,
 )
 from engine.contract.sequence import Step
-from router.registry.feed import PodFeed
+from router.registry.cursor import PodCursor
 from router.registry.index import PrefixIndex
 from router.registry.stream_reader import StreamReader
 from router.registry.wire import Entry, RedisWire
@@ -92,7 +92,7 @@ class RegistryReader(StreamReader):
         self._decoder = Decoder()
         self._stride = stride
         self._lease_s = lease_s
-        self._feeds: dict[PodId, PodFeed] = {}
+        self._cursors: dict[PodId, PodCursor] = {}
         self._applied_at_s = -math.inf
         """When a followed pod was last heard; -inf (not known) after a pod has gone."""
         self._expire_at_s = 0.0
@@ -103,21 +103,21 @@ class RegistryReader(StreamReader):
 
     def set_pods(self, pods: Mapping[PodId, str]) -> None:
         """Set the pods of the fleet and their models. Pods that are not among them leave the index."""
-        for pod in self._feeds.keys() - pods.keys():
-            del self._feeds[pod]
+        for pod in self._cursors.keys() - pods.keys():
+            del self._cursors[pod]
             self._index.drop(pod)
             self._applied_at_s = -math.inf
         for pod, model in pods.items():
-            feed = self._feeds.get(pod)
-            if feed is None or feed.model != model:
-                self._feeds[pod] = PodFeed(model)
-                if feed is not None:
+            cursor = self._cursors.get(pod)
+            if cursor is None or cursor.model != model:
+                self._cursors[pod] = PodCursor(model)
+                if cursor is not None:
                     self._index.drop(pod)  # keys of another model
 
     def reports(self, pod: PodId) -> bool:
         """Return whether this pod has published something since it joined the fleet."""
-        feed = self._feeds.get(pod)
-        return feed is not None and feed.ever_synced
+        cursor = self._cursors.get(pod)
+        return cursor is not None and cursor.ever_synced
 
     @property
     def expired(self) -> bool:
@@ -125,15 +125,15 @@ class RegistryReader(StreamReader):
         now_s = asyncio.get_running_loop().time()
         if now_s - self._applied_at_s <= self._lease_s:
             return False
-        feeds = [feed for feed in self._feeds.values() if feed.ever_synced]
-        return bool(feeds) and all(feed.is_expired(now_s, self._lease_s) for feed in feeds)
+        cursors = [cursor for cursor in self._cursors.values() if cursor.ever_synced]
+        return bool(cursors) and all(cursor.is_expired(now_s, self._lease_s) for cursor in cursors)
 
     def status(self) -> RegistryStatus:
         """Return counters and state. A fault of a pod's messages is shown for a lease."""
         return RegistryStatus(
             connected=self._outage.is_connected,
-            pods_known=len(self._feeds),
-            pods_synced=sum(feed.synced for feed in self._feeds.values()),
+            pods_known=len(self._cursors),
+            pods_synced=sum(cursor.synced for cursor in self._cursors.values()),
             expired=self.expired,
             messages=self._messages,
             resyncs=self._resyncs,
@@ -146,12 +146,12 @@ class RegistryReader(StreamReader):
     # -- one connection ---------------------------------------------------------------------------------------
 
     def _is_warm(self) -> bool:
-        return all(feed.looked for feed in self._feeds.values())
+        return all(cursor.looked for cursor in self._cursors.values())
 
     async def _begin(self) -> None:
-        for feed in self._feeds.values():
-            feed.lost()  # the stream may have been trimmed meanwhile, or Redis replaced
-            feed.retry_at_s = 0.0
+        for cursor in self._cursors.values():
+            cursor.lost()  # the stream may have been trimmed meanwhile, or Redis replaced
+            cursor.retry_at_s = 0.0
         await self._wire.time()
 
     async def _lost(self) -> None:
@@ -163,7 +163,7 @@ class RegistryReader(StreamReader):
             self._expire()
 
     def _pause_s(self, now_s: float) -> float:
-        pods = len(self._feeds)
+        pods = len(self._cursors)
         return PAUSE_S * (1 - SMALL_FLEET / pods) if pods > SMALL_FLEET else 0.0
 
     def _take(self, stream: str, entries: Sequence[Entry]) -> None:
@@ -174,56 +174,56 @@ class RegistryReader(StreamReader):
         """Process one new delta."""
         name, data, fetch = delta_of_pod
         pod = PodId(name.decode(errors="replace"))
-        feed = self._feeds.get(pod)
-        if feed is None:
+        cursor = self._cursors.get(pod)
+        if cursor is None:
             return
         try:
             delta = self._decode(pod, data, fetch)
         except UnknownVersion as error:
-            self._pass_over(pod, feed, error)
+            self._pass_over(pod, cursor, error)
             return
         if delta is None:
-            feed.lost()
+            cursor.lost()
             return
-        step = feed.judge(delta)
+        step = cursor.judge(delta)
         if step is Step.NEXT:
-            self._apply(pod, feed, delta)
+            self._apply(pod, cursor, delta)
             self._on_life(pod, delta.epoch)
-        elif step is Step.GAP and not feed.synced:
-            feed.retry_at_s = min(feed.retry_at_s, asyncio.get_running_loop().time() + RETRY_S)
+        elif step is Step.GAP and not cursor.synced:
+            cursor.retry_at_s = min(cursor.retry_at_s, asyncio.get_running_loop().time() + RETRY_S)
         elif step is Step.GAP:
             self._resyncs += 1
-            if delta.epoch == feed.epoch:
-                feed.lost()
+            if delta.epoch == cursor.epoch:
+                cursor.lost()
             else:
-                self._met(pod, feed, delta)
+                self._met(pod, cursor, delta)
                 self._index.drop(pod)  # the engine has restarted: its cache began empty
-                feed.began_anew()
+                cursor.began_anew()
 
-    def _met(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
+    def _met(self, pod: PodId, cursor: PodCursor, message: RegistryMessage) -> None:
         """Complain if an old epoch comes back: two engines with one id make the reader load the pod again and again."""
-        if message.epoch == feed.left_epoch:
+        if message.epoch == cursor.left_epoch:
             self._complain(f"two engines publish as pod {pod}: give each its own --pod-id")
 
-    def _apply(self, pod: PodId, feed: PodFeed, message: RegistryMessage) -> None:
+    def _apply(self, pod: PodId, cursor: PodCursor, message: RegistryMessage) -> None:
         if message.kind is MessageKind.SNAPSHOT:
             self._index.replace(pod, message.stored)
         else:
             self._index.apply(pod, message.removed, message.stored)
         self._heard_at_s = self._applied_at_s = asyncio.get_running_loop().time()
-        feed.applied(message, self._heard_at_s)
+        cursor.applied(message, self._heard_at_s)
         self._messages += 1
         self._on_load(pod, message.load)
 
-    def _pass_over(self, pod: PodId, feed: PodFeed, error: UnknownVersion) -> None:
+    def _pass_over(self, pod: PodId, cursor: PodCursor, error: UnknownVersion) -> None:
         """Skip a message of another version: the pod counts as one that publishes nothing. In a rollout, gateways of
         the engine's release follow that engine."""
         self._unknown += 1
-        if not feed.is_unreadable:
+        if not cursor.is_unreadable:
             log.warning("registry: pod %s: %s; it counts as an engine that publishes nothing", pod, error)
             self._index.drop(pod)
-            feed.became_unreadable()
-        feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
+            cursor.became_unreadable()
+        cursor.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
 
     def _decode(self, pod: PodId, data: bytes, fetch: bytes = b"") -> RegistryMessage | None:
         """Return the message, or None if it is not valid. Raises UnknownVersion."""
@@ -246,10 +246,10 @@ class RegistryReader(StreamReader):
 
     async def _load(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        missing = (item for item in self._feeds.items() if not item[1].synced and now_s >= item[1].retry_at_s)
+        missing = (item for item in self._cursors.items() if not item[1].synced and now_s >= item[1].retry_at_s)
         due: dict[str, list[PodId]] = {}
-        for pod, feed in islice(missing, LOADS_AT_A_TIME):
-            due.setdefault(feed.model, []).append(pod)
+        for pod, cursor in islice(missing, LOADS_AT_A_TIME):
+            due.setdefault(cursor.model, []).append(pod)
         for model, pods in due.items():
             if (stream := stream_key(model)) not in self._tails:
                 self._tails[stream] = await self._wire.newest(stream)
@@ -259,43 +259,43 @@ class RegistryReader(StreamReader):
 
     async def _load_pods(self, model: str, pods: list[PodId]) -> None:
         replay: dict[PodId, list[Delta]] | None = None
-        unheard_s = RETRY_S * max(1.0, len(self._feeds) / SMALL_FLEET)
+        unheard_s = RETRY_S * max(1.0, len(self._cursors) / SMALL_FLEET)
         async for at, data in self._snapshots([snapshot_key(model, pod) for pod in pods]):
-            feed = self._feeds.get(pod := pods[at])
-            if feed is None or feed.model != model:
+            cursor = self._cursors.get(pod := pods[at])
+            if cursor is None or cursor.model != model:
                 continue
             now_s = asyncio.get_running_loop().time()
             if data is None:
-                feed.looked = True
-                feed.retry_at_s = now_s + (RETRY_S if feed.ever_synced else min(self._lease_s, unheard_s))
+                cursor.looked = True
+                cursor.retry_at_s = now_s + (RETRY_S if cursor.ever_synced else min(self._lease_s, unheard_s))
                 continue
-            feed.retry_at_s = now_s + RETRY_S
+            cursor.retry_at_s = now_s + RETRY_S
             if replay is None:
                 replay = await self._recent(model, pods)
-                feed = self._feeds.get(pod)  # the fleet may have changed meanwhile
-            if feed is not None and feed.model == model:
-                await self._enter(pod, feed, data, replay.pop(pod, []))
+                cursor = self._cursors.get(pod)  # the fleet may have changed meanwhile
+            if cursor is not None and cursor.model == model:
+                await self._enter(pod, cursor, data, replay.pop(pod, []))
 
-    async def _enter(self, pod: PodId, feed: PodFeed, data: bytes, deltas: Sequence[Delta]) -> None:
+    async def _enter(self, pod: PodId, cursor: PodCursor, data: bytes, deltas: Sequence[Delta]) -> None:
         """Enter one pod's snapshot, then the deltas after it."""
         try:
             snapshot = self._decode(pod, data)
             if snapshot is not None:
-                self._met(pod, feed, snapshot)
-                self._apply(pod, feed, snapshot)
-                self._replay(pod, feed, deltas)
+                self._met(pod, cursor, snapshot)
+                self._apply(pod, cursor, snapshot)
+                self._replay(pod, cursor, deltas)
         except UnknownVersion as error:
-            self._pass_over(pod, feed, error)
+            self._pass_over(pod, cursor, error)
             return
-        feed.looked = True
+        cursor.looked = True
         if snapshot is None:  # it stays refused until the engine changes; a good delta leads to an earlier look
-            feed.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
-        elif not feed.synced:
-            await self._wire.put(resync_key(feed.model, pod), b"1", REPLAY_S)
+            cursor.retry_at_s = asyncio.get_running_loop().time() + self._lease_s
+        elif not cursor.synced:
+            await self._wire.put(resync_key(cursor.model, pod), b"1", REPLAY_S)
 
-    def _replay(self, pod: PodId, feed: PodFeed, deltas: Sequence[Delta]) -> None:
+    def _replay(self, pod: PodId, cursor: PodCursor, deltas: Sequence[Delta]) -> None:
         """Apply what came after the snapshot that was just applied."""
-        epoch = feed.epoch
+        epoch = cursor.epoch
         for _, data, fetch in deltas:
             try:
                 delta = self._decode(pod, data, fetch)
@@ -305,11 +305,11 @@ class RegistryReader(StreamReader):
             # Entries of an earlier epoch that are still in the stream say nothing about this one.
             if delta is None or delta.epoch != epoch:
                 continue
-            step = feed.judge(delta)
+            step = cursor.judge(delta)
             if step is Step.NEXT:
-                self._apply(pod, feed, delta)
+                self._apply(pod, cursor, delta)
             elif step is Step.GAP:
-                feed.lost()
+                cursor.lost()
 
     async def _recent(self, model: str, pods: Sequence[PodId]) -> dict[PodId, list[Delta]]:
         """Return the pods' deltas of the last REPLAY_S seconds, up to the tail's position, encoded."""
@@ -332,16 +332,16 @@ class RegistryReader(StreamReader):
     def _expire(self) -> None:
         now_s = asyncio.get_running_loop().time()
         self._expire_at_s = now_s + EXPIRE_EVERY_S
-        for pod, feed in self._feeds.items():
-            if feed.is_expired(now_s, self._lease_s) and feed.epoch is not None:
+        for pod, cursor in self._cursors.items():
+            if cursor.is_expired(now_s, self._lease_s) and cursor.epoch is not None:
                 log.warning(
                     "registry: pod %s has been silent for its lease of %g s; its entries are dropped",
                     pod,
                     self._lease_s,
                 )
                 self._index.drop(pod)
-                feed.lost()
-                feed.epoch = None
+                cursor.lost()
+                cursor.epoch = None
 
 
 def _delta(fields: Sequence[bytes]) -> Delta:

@@ -229,10 +229,10 @@ def stall_s(at: Estimate) -> Floats:
 def evict_s(at: Estimate) -> Seconds:
     """Return the seconds to compute again what a full pod evicts for the request, times the probability that this is
     asked for."""
-    request, room = at.request, at.pods.room
-    if not request.regret or room is None:
+    request, free_tokens = at.request, at.pods.free_tokens
+    if not request.regret or free_tokens is None:
         return 0.0
-    evicted = np.maximum(at.uncached + request.output_tokens - room, 0.0)
+    evicted = np.maximum(at.uncached + request.output_tokens - free_tokens, 0.0)
     again_s: Floats = request.regret * at.cost.token_s * evicted
     return again_s
 

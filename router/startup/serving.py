@@ -109,16 +109,19 @@ async def _watched(
 
 
 def make_live(app: web.Application) -> Live:
-    """Return the live view of the started `app` for operators. It gets every request from now on."""
+    """Return the live view of the started `app` for operators."""
     settings = app[SETTINGS]
-    live = Live(
+
+    def observe(live: Live | None) -> None:
+        app[CHOOSER].observer = app[RECORDER].observer = live
+
+    return Live(
         Snapshots(app[FLEET], app[INDEX], app[ROOM]),
         app[METRICS],
         app[ADMISSION],
         about={"name": socket.gethostname(), "policy": settings.policy},
+        observe=observe,
     )
-    app[CHOOSER].observer = app[RECORDER].observer = live
-    return live
 
 
 async def _shown(app: web.Application, live: Live, _: web.Application) -> AsyncIterator[None]:

@@ -60,7 +60,7 @@ class CandidatePods:
     """The greatest of `matched`."""
     tiers: TierTokens | None = None
     """None: no pod holds anything below its pool."""
-    room: Floats | None = None
+    free_tokens: Floats | None = None
     """Tokens that each pod's cache can take before it evicts something, infinite if unknown; None: room does not
     count."""
     adapter_s: Floats | None = None
@@ -90,7 +90,7 @@ class CandidatePods:
 
     def of(self, row: int, now_s: float) -> dict[str, Any]:
         """Return what is known of the pod in `row`, by name, for people."""
-        columns, tiers = self.columns, self.tiers
+        columns, tiers, free = self.columns, self.tiers, self.free_tokens
         return {
             "matched_tokens": self.matched_by(row),
             "host_tokens": 0 if tiers is None else int(tiers.host[row]),
@@ -106,7 +106,7 @@ class CandidatePods:
             "overhead_s": float(columns.overhead_s[row]),
             "weight": float(columns.weight[row]),
             "adapter_s": 0.0 if self.adapter_s is None else float(self.adapter_s[row]),
-            "room_tokens": None if self.room is None or np.isinf(self.room[row]) else float(self.room[row]),
+            "room_tokens": None if free is None or np.isinf(free[row]) else float(free[row]),
         }
 
     def free_at_s(self, now_s: float) -> Floats:
@@ -231,8 +231,8 @@ class PodTable:
         """One column for each field of `PodRow`."""
         self._columns: PodRow[Floats] = PodRow(*(self._cells[:, i] for i in range(_COLUMNS)))
         self._changed: set[TablePod] = set(self._states)
-        self.room: Floats = np.full(len(listed), np.inf)
-        """`CandidatePods.room`, by `set_room`."""
+        self.free_tokens: Floats = np.full(len(listed), np.inf)
+        """`CandidatePods.room`, by `set_free_tokens`."""
         self._valid_until_s = 0.0
         """Until then no row has to be rebuilt, unless its pod changes."""
         self._late_from_s = math.inf
@@ -278,10 +278,10 @@ class PodTable:
         """Return what fetching from its tiers costs the pod in `row`."""
         return self._states[row].fetch_costs
 
-    def set_room(self, pod_id: PodId, tokens: float) -> None:
+    def set_free_tokens(self, pod_id: PodId, tokens: float) -> None:
         """Set the tokens that the pod can take before it evicts something. Ignored for a pod not in the table."""
         if (row := self._row_of.get(pod_id)) is not None:
-            self.room[row] = tokens
+            self.free_tokens[row] = tokens
 
     def at(self, now_s: float) -> CandidatePods:
         """Return the pods as of now, with no match yet."""

@@ -1,9 +1,9 @@
 """Microseconds of a decision in the gateway by fleet size: `python -m tests.bench.gateway.bench_decision`.
 
-A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes the request's
-lease, first token and end, but includes the updates that they cause. The median of all decisions is printed, and the
-tenth percentile, which other programs on the machine disturb less. With `--foreign`, the pods publish nothing, have
-reported a small capacity and are full, so that evictions count.
+A decision matches the keys, updates the table, chooses a pod and enters the keys. The time excludes counting the
+request on its pod, its first token and its end, but includes the updates that they cause. The median of all decisions
+is printed, and the tenth percentile, which other programs on the machine disturb less. With `--foreign`, the pods
+publish nothing, have reported a small capacity and are full, so that evictions count.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from router.fleet.facts import EngineFacts
 from router.fleet.pod import Pod
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
+from router.registry.cache_estimate import Taken
 from router.registry.index import PrefixIndex
-from router.registry.room import Taken
 from router.routing.policies import POLICY_NAMES
 from router.settings.constants import Constants
 from router.telemetry.metrics import Metrics

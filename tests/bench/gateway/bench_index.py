@@ -9,8 +9,8 @@ import time
 import tracemalloc
 
 from engine.contract.keys import PrefixKey
+from router.registry.cache_estimate import Taken
 from router.registry.index import PrefixIndex
-from router.registry.room import Taken
 from router.views.types import PodId
 
 CHAIN = 128

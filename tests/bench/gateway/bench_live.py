@@ -97,7 +97,13 @@ async def spent_ms(pods: int) -> float:
     )
     snapshots = Snapshots(cast(Any, fleet), index, cast(Any, room))
     snapshots.waiting = lambda: {"models": {}, "tenants": {}}  # type: ignore[method-assign]
-    live = Live(snapshots, metrics, cast(Any, SimpleNamespace(in_flight=9, is_draining=False)), about={"name": "bench"})
+    live = Live(
+        snapshots,
+        metrics,
+        cast(Any, SimpleNamespace(in_flight=9, is_draining=False)),
+        about={"name": "bench"},
+        observe=lambda _: None,
+    )
     pairs = [socket.socketpair() for _ in range(VIEWERS)]
     spent_s = 0.0
     with live.viewer():

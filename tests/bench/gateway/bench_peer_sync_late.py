@@ -34,7 +34,7 @@ from engine.contract.keys import prefix_keys
 from engine.contract.requests import Endpoint
 from router.choosing.chooser import Chooser
 from router.choosing.peer_setup import PeerSync
-from router.fleet.pod import Lease
+from router.fleet.pod import TrackedRequest
 from router.peer_sync import pace
 from router.peer_sync.sent_reports import SentReport
 from router.reading.inbound import Inbound
@@ -132,7 +132,7 @@ async def decide(chooser: Chooser, rng: random.Random, rate: float, seconds: flo
         )
         choice = chooser.choose(inbound)
         name = f"{rng.getrandbits(128):032x}"
-        lease = Lease(
+        tracked = TrackedRequest(
             choice.pod,
             name,
             prompt_tokens=inbound.prompt_tokens,
@@ -141,21 +141,21 @@ async def decide(chooser: Chooser, rng: random.Random, rate: float, seconds: flo
             streams=True,
             clock=loop.time,
         )
-        lease.__enter__()
-        told = chooser.told(inbound, choice, name)
+        tracked.__enter__()
+        told = chooser.report_of(inbound, choice, name)
         assert told is not None
         told.sent()
-        loop.call_later(0.02, _began, lease, told)
-        loop.call_later(0.1, _ended, lease, told)
+        loop.call_later(0.02, _began, tracked, told)
+        loop.call_later(0.1, _ended, tracked, told)
 
 
-def _began(lease: Lease, told: SentReport) -> None:
-    lease.first_token(None)
+def _began(tracked: TrackedRequest, told: SentReport) -> None:
+    tracked.first_token(None)
     told.began(None)
 
 
-def _ended(lease: Lease, told: SentReport) -> None:
-    lease.__exit__()
+def _ended(tracked: TrackedRequest, told: SentReport) -> None:
+    tracked.__exit__()
     told.ended()
 
 

@@ -17,9 +17,10 @@ from engine.backend.base import Backend
 from engine.backend.torch_backend import TorchBackend
 from engine.cache.prefix_cache import PrefixCache
 from engine.grammar.allowed import AllowedTokens, HeldBack, MaskTimes
-from engine.grammar.compiler import GrammarCompiler, Vocabulary
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.constraint import Constraint
 from engine.grammar.fills import MaskFills
+from engine.grammar.vocabulary import Vocabulary
 from engine.loop.metrics import EngineMetrics
 from engine.loop.step_loop import ConstraintFailed, EngineLoop
 from engine.model.checkpoint import make_checkpoint

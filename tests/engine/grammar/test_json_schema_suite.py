@@ -15,8 +15,9 @@ import pytest
 from engine.backend.sim_following import Following
 from engine.contract.errors import BadRequest
 from engine.grammar.allowed import AllowedTokens, Compiled
-from engine.grammar.compiler import GrammarCompiler, Vocabulary
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.constraint import Constraint
+from engine.grammar.vocabulary import Vocabulary
 from engine.sched.request import Request
 from engine.text.tokenizer import Tokenizer
 from tests.engine.grammar.vocabulary import CALL, END, as_json, token_id, tokenizer

@@ -97,11 +97,11 @@ def test_what_a_pod_held_beyond_the_prediction_takes_no_room_twice(has_left: boo
     turn = inbound(40)
     choice = one.chooser.choose(turn)
     assert choice.strides == 7
-    before = one.index.rooms.of(one.pod.pod_id)
+    before = one.index.free_tokens.of(one.pod.pod_id)
     one.has_left = has_left
     one.chooser.learn(turn, choice, Usage(prompt_tokens=turn.prompt_tokens, cached_tokens=cached_tokens, is_final=True))
     more = cached_tokens - 7 * KEY_TOKENS
-    found = one.index.rooms.of(one.pod.pod_id) - before
+    found = one.index.free_tokens.of(one.pod.pod_id) - before
     if has_left or more <= KEY_TOKENS:
         assert found == 0
     elif more > 3 * KEY_TOKENS:

@@ -11,7 +11,7 @@ import pytest
 from engine.contract.keys import key_seed, prefix_keys
 from router.engines.stream_reader import StreamReader
 from router.engines.usage import Usage, whole_usage
-from router.registry import speculation
+from router.registry import speculative_entries
 from router.startup.parts import FLEET, INDEX
 from tests.router.rig.helpers import (
     Gateway,
@@ -36,7 +36,7 @@ OLD, NEW = "old " * 600, "new " * 600
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the gateway believe that a pod has computed a prompt as soon as the prompt is sent."""
-    monkeypatch.setattr(speculation, "SETTLED_S", 0.0)
+    monkeypatch.setattr(speculative_entries, "SETTLED_S", 0.0)
 
 
 def says(usage: bytes, *, stream: bool) -> Script:

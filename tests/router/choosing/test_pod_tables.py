@@ -19,9 +19,9 @@ from router.fleet.pod import Pod
 from router.fleet.probe import PodIdentity, ServedModel
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
+from router.registry.cache_estimate import Taken
+from router.registry.free_tokens import FreeTokens
 from router.registry.index import PrefixIndex
-from router.registry.room import Taken
-from router.registry.rooms import Rooms
 from router.routing.policies import POLICY_NAMES, make_policy
 from router.settings.constants import CONSTANTS
 from router.telemetry.metrics import Metrics
@@ -159,10 +159,10 @@ def test_full_pods_that_publish_nothing_are_judged_as_by_new_tables() -> None:
             chosen.append(world.ask(number, POLICY))
         assert chosen[0] == chosen[1], number
     by_table, one_by_one = (world.index for world in worlds)
-    rooms = [by_table.rooms.of(pod.pod_id) for pod in worlds[0].listed]
-    assert rooms == [one_by_one.rooms.of(pod.pod_id) for pod in worlds[1].listed]
+    free = [by_table.free_tokens.of(pod.pod_id) for pod in worlds[0].listed]
+    assert free == [one_by_one.free_tokens.of(pod.pod_id) for pod in worlds[1].listed]
     assert by_table.regret == one_by_one.regret > 0
-    assert 0 < sum(room < 500 for room in rooms) < PODS
+    assert 0 < sum(tokens < 500 for tokens in free) < PODS
 
 
 def test_what_pods_hold_below_their_pools_is_judged_as_by_new_tables() -> None:
@@ -214,12 +214,12 @@ def test_waiting_and_times_asked_for_are_judged_as_by_new_tables() -> None:
 
 def test_models_with_the_same_pods_share_a_table_and_pods_forget_one_that_is_gone() -> None:
     pods = [new_pod(i) for i in range(3)]
-    rooms = Rooms()
-    tables = Tables(rooms)
+    free = FreeTokens()
+    tables = Tables(free)
     table = tables.of("base", pods)
     assert tables.of("adapter", tuple(pods)) is table
     assert tables.of("base", pods[:2]) is not table
     tables.drop("base")
     tables.drop("adapter")
     assert not any(pod.state._watchers for pod in pods)
-    assert not rooms._watchers
+    assert not free._watchers

@@ -22,7 +22,7 @@ from router.choosing.chooser import Choice, Chooser, Knowledge
 from router.choosing.registry_view import NoRegistry
 from router.choosing.shadow import Shadows
 from router.engines.usage import Usage
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.fleet.probe import PodIdentity
 from router.reading.inbound import Inbound
 from router.reading.model_ratios import Estimates
@@ -129,7 +129,7 @@ class World:
             self.chooser.undo(request, choice)
             choice = self.chooser.choose(request, {choice.pod.pod_id})
         tokens = request.prompt_tokens
-        lease = Lease(
+        tracked = TrackedRequest(
             choice.pod,
             str(number),
             prompt_tokens=tokens,
@@ -138,12 +138,12 @@ class World:
             streams=True,
             clock=lambda: self.now_s,
         )
-        lease.__enter__()
+        tracked.__enter__()
         if step.cached_strides is not None:
             self.now_s += 0.05
             cached = min(tokens, 64 * step.cached_strides)
-            lease.first_token(cached)
-            lease.__exit__()
+            tracked.first_token(cached)
+            tracked.__exit__()
             self.chooser.learn(request, choice, Usage(tokens, 10, cached))
         return choice
 

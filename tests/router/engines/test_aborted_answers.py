@@ -17,9 +17,8 @@ from engine.contract.requests import Endpoint
 from engine.server.answers import Usage
 from engine.server.message_answers import MessagesAnswer
 from router.engines.engine_errors import is_cut
-from router.engines.stream_beginning import HELD_BYTES
 from router.engines.stream_events import Says, events_in, says
-from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.stream_reader import HELD_BYTES, StreamFailed, StreamReader
 from tests.router.rig.helpers import (
     Answer,
     Gateway,

@@ -16,8 +16,7 @@ from engine.common.sse import DONE, named_event, sse_event
 from engine.contract.requests import Endpoint
 from router.engines.attempt_result import ErrorEvent, GaveUp
 from router.engines.engine_client import BrokeOff
-from router.engines.stream_beginning import HELD_BYTES, beginning
-from router.engines.stream_reader import StreamFailed, StreamReader
+from router.engines.stream_reader import HELD_BYTES, StreamFailed, StreamReader, beginning
 from router.engines.usage import Usage
 
 Events = list[bytes]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.fleet.discovery import EngineAddress
 from router.fleet.faults import FIRST_EJECTION_S, FIRST_LEAVE_S, LONGEST_EJECTION_S, Fault, Faults
 from router.fleet.fleet import Fleet
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.fleet.probe import ProbeFailed
 from tests.router.fleet.test_fleet import World, identity
 
@@ -24,9 +24,9 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def leased(fleet: Fleet, pod: Pod) -> Lease:
-    """Return a lease of a request on the pod."""
-    return fleet.lease(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True)
+def tracked(fleet: Fleet, pod: Pod) -> TrackedRequest:
+    """Return a request that is counted on the pod."""
+    return fleet.track(pod, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True)
 
 
 def fail(
@@ -40,14 +40,14 @@ def fail(
 ) -> None:
     """Send requests, one after the other, that the pod fails at once."""
     for _ in range(times):
-        with leased(fleet, pod):
+        with tracked(fleet, pod):
             fault = Fault(next(BODIES) if body is None else body, now_s(), now_s(), is_made_good)
             fleet.blame(pod, fault, is_begun=is_begun)
 
 
 def serve(fleet: Fleet, pod: Pod) -> None:
     """Send a request that the pod answers at once."""
-    with leased(fleet, pod):
+    with tracked(fleet, pod):
         pod.faults.began(now_s())
         fleet.served(pod, sent_s=now_s())
 
@@ -228,7 +228,7 @@ async def test_a_trial_is_one_request_and_its_end_is_the_verdict(caplog: pytest.
             await asyncio.sleep(1.4)  # until the probe after the ejection's end
             assert world.ids() == ["a", "b", "c"]
             assert world.fleet.doubtful("m") == {"a"}, "a pod on trial gets no second attempts"
-            with leased(world.fleet, pod):
+            with tracked(world.fleet, pod):
                 assert world.ids() == ["b", "c"]
                 sent_s = now_s()
                 await asyncio.sleep(0.1)
@@ -251,7 +251,7 @@ async def test_a_trial_that_takes_long_stays_the_only_one() -> None:
         fail(world.fleet, pod, times=3)
         await asyncio.sleep(FIRST_EJECTION_S + 1.3)
         assert world.ids() == ["a", "b", "c"]
-        with leased(world.fleet, pod):
+        with tracked(world.fleet, pod):
             for _ in range(30):
                 await asyncio.sleep(1)
                 assert world.ids() == ["b", "c"]
@@ -269,7 +269,7 @@ async def test_a_trial_without_a_verdict_is_repeated_after_the_next_probe() -> N
         await asyncio.sleep(FIRST_EJECTION_S + 1.3)
         for _ in range(3):
             assert world.ids() == ["a", "b", "c"]
-            with leased(world.fleet, pod):
+            with tracked(world.fleet, pod):
                 pass
             assert world.ids() == ["b", "c"]
             await asyncio.sleep(1.3)
@@ -381,7 +381,7 @@ async def test_half_of_the_pods_always_remain_and_a_pod_that_serves_comes_back(
                 case "serve":
                     serve(world.fleet, pod)
                 case "lose":
-                    with leased(world.fleet, pod):
+                    with tracked(world.fleet, pod):
                         pass
                 case _:
                     fail(world.fleet, pod, is_made_good=rng.random() < 0.5, is_begun=step == "break")
@@ -409,7 +409,7 @@ async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_ofte
         pod, other = world.fleet.pods("m")
         began_s, trials = now_s(), []
         await asyncio.sleep(0.1)
-        with leased(world.fleet, pod):  # this request was running already, so its good end proves nothing
+        with tracked(world.fleet, pod):  # this request was running already, so its good end proves nothing
             world.fleet.leaves(pod, "it drains")
             world.fleet.leaves(pod, "it drains")
             assert world.ids() == ["b"]
@@ -418,7 +418,7 @@ async def test_a_pod_that_says_it_leaves_is_out_at_once_and_tried_ever_less_ofte
             await asyncio.sleep(0.5)
             if "a" in world.ids():
                 trials.append(now_s() - began_s)
-                with leased(world.fleet, pod):
+                with tracked(world.fleet, pod):
                     assert world.ids() == ["b"], "one request at a time"
                     world.fleet.leaves(pod, "it drains")
         gaps = [after - before for before, after in itertools.pairwise((0.0, *trials))]

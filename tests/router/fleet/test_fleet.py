@@ -132,7 +132,7 @@ async def test_a_restart_is_a_new_life(after: PodIdentity) -> None:
     world = World()
     async with world.running():
         old = world.fleet.pods("m")[0]
-        with world.fleet.lease(old, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
+        with world.fleet.track(old, prompt_tokens=9, uncached_tokens=9, output_tokens=9, streams=True):
             world.probe.pods["http://a"] = after
             await asyncio.sleep(1.3)
             new = next(pod for pod in world.fleet.pods("m") if pod.url == "http://a")

@@ -57,9 +57,9 @@ async def test_a_request_that_is_under_way_when_ranks_are_found_ends_well() -> N
     world = World()
     async with world.running():
         pod = world.fleet.pods("m")[0]
-        with world.fleet.lease(pod, prompt_tokens=1, uncached_tokens=1, output_tokens=1, streams=True) as lease:
+        with world.fleet.track(pod, prompt_tokens=1, uncached_tokens=1, output_tokens=1, streams=True) as tracked:
             await with_ranks(world, "http://a", (0, 1))
-            lease.first_token(None)
+            tracked.first_token(None)
             world.fleet.served(pod, sent_s=0.0)
             world.fleet.failed(pod, "late news")
         assert pod.in_flight == 0
@@ -77,7 +77,7 @@ async def test_ejection_and_trial_are_of_the_pod_and_not_of_a_rank() -> None:
         assert world.ids() == ["b"], "failures of its ranks add up"
         await asyncio.sleep(7)
         assert world.ids() == ["a/0", "a/1", "a/2", "b"]
-        with world.fleet.lease(ranks[1], prompt_tokens=1, uncached_tokens=1, output_tokens=1, streams=True):
+        with world.fleet.track(ranks[1], prompt_tokens=1, uncached_tokens=1, output_tokens=1, streams=True):
             assert world.ids() == ["b"], "one request at a time tries the whole pod"
             world.fleet.served(ranks[1], sent_s=asyncio.get_running_loop().time())
         assert world.ids() == ["a/0", "a/1", "a/2", "b"]

@@ -123,8 +123,8 @@ async def test_own_requests_are_not_counted_twice() -> None:
     async with world.reading():
         await asyncio.sleep(0.1)
         (pod,) = world.fleet.pods("m")
-        with world.fleet.lease(pod, prompt_tokens=10, uncached_tokens=10, output_tokens=10, streams=True) as lease:
-            lease.first_token(0)
+        with world.fleet.track(pod, prompt_tokens=10, uncached_tokens=10, output_tokens=10, streams=True) as tracked:
+            tracked.first_token(0)
             world.pages.pages["http://a/metrics"] = vllm_page([Load(1.0, 0.0)])
             await asyncio.sleep(2.5)
             assert world.views() == {"a": 1}

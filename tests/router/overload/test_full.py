@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.contract.load import LoadReport, StepCost
-from router.fleet.pod import Lease, Pod
+from router.fleet.pod import Pod, TrackedRequest
 from router.fleet.probe import PodIdentity
 from router.overload.full import NO_PODS, FullPods
 from router.overload.line import Line, LineLimits
@@ -38,7 +38,7 @@ class Kept(RuleBasedStateMachine):
         self.most = most
         self.all = [made(f"pod-{i}") for i in range(PODS)]
         self.pods: Sequence[Pod] = tuple(self.all)
-        self.open: list[tuple[Pod, Lease]] = []
+        self.open: list[tuple[Pod, TrackedRequest]] = []
         self.full = FullPods(most)
         self.line = Line(LineLimits(10, 1000, most))
         self.sent = 0
@@ -46,7 +46,7 @@ class Kept(RuleBasedStateMachine):
     @rule(pod=st.integers(0, PODS - 1), tokens=st.integers(1, 2000))
     def send(self, pod: int, tokens: int) -> None:
         self.sent += 1
-        lease = Lease(
+        tracked = TrackedRequest(
             self.all[pod],
             str(self.sent),
             prompt_tokens=tokens,
@@ -55,8 +55,8 @@ class Kept(RuleBasedStateMachine):
             streams=bool(self.sent % 3),
             clock=lambda: self.now_s,
         )
-        lease.__enter__()
-        self.open.append((self.all[pod], lease))
+        tracked.__enter__()
+        self.open.append((self.all[pod], tracked))
 
     @rule(place=st.integers(0, 99), is_over=st.booleans())
     def answer(self, place: int, is_over: bool) -> None:

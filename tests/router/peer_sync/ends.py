@@ -16,7 +16,7 @@ from router.peer_sync.reader import PeerReader
 from router.peer_sync.sender import PeerSender
 from router.peer_sync.write_plan import WritePlan
 from router.registry.index import PrefixIndex
-from router.registry.speculation import Run
+from router.registry.speculative_entries import Run
 from router.registry.wire import Entry, RedisClock, Wire
 from router.views.types import PodId
 

@@ -17,9 +17,9 @@ from engine.contract.events import DecodeError
 from engine.contract.redis_keys import LEARNT_KEY
 from router.choosing.learnt_values import LearntValues
 from router.peer_sync.keyed_values import KeyedValues
-from router.registry.learnt import Learnt, LearntRoom, LearntTokens, decode_learnt, encode_learnt
-from router.registry.room import Taken
-from router.registry.speculation import Speculation
+from router.registry.cache_estimate import Taken
+from router.registry.learnt import Learnt, LearntCapacity, LearntTokens, decode_learnt, encode_learnt
+from router.registry.speculative_entries import SpeculativeEntries
 from router.views.pod_state import PodState
 from router.views.speeds import LearntFactor, LearntSpeed, Speeds
 from router.views.types import PodId
@@ -41,13 +41,13 @@ records = st.builds(
     st.none() | st.builds(LearntTokens, above, above, st.floats(0, 1e12)),
     st.dictionaries(st.sampled_from(("vllm", "sglang")), speeds, max_size=2),
     st.dictionaries(pods, st.builds(LearntFactor, logs, st.floats(0, 1e12), logs), max_size=3),
-    st.dictionaries(pods, st.builds(LearntRoom, above, st.none() | st.integers(1, 10**12)), max_size=3),
+    st.dictionaries(pods, st.builds(LearntCapacity, above, st.none() | st.integers(1, 10**12)), max_size=3),
 )
 RECORD = Learnt(
     LearntTokens(9e3, 4e3, 7.0),
     {"vllm": LearntSpeed(0.5, 0.25, 20.0, 30, {11: (12.0, 1500.0, -1.0)})},
     {PodId("a"): LearntFactor(0.7, 9.0, 0.6)},
-    {PodId("a"): LearntRoom(20_000.0, 20_480), PodId("b"): LearntRoom(5_000.0, None)},
+    {PodId("a"): LearntCapacity(20_000.0, 20_480), PodId("b"): LearntCapacity(5_000.0, None)},
 )
 
 
@@ -96,12 +96,12 @@ def test_a_gateway_works_with_any_record_that_it_reads(learnt: Learnt, served: l
             now_s += seconds
             state.first_token("r", now_s=now_s)
             state.finished("r", now_s=now_s)
-    for room in learnt.rooms.values():
-        cache = Speculation(100)
-        cache.expect_room(room.capacity_tokens, room.told_tokens)
+    for capacity in learnt.capacities.values():
+        cache = SpeculativeEntries(100)
+        cache.expect_capacity(capacity.capacity_tokens, capacity.told_tokens)
         for told in (None, 1, 10**9, 1000):
             cache.take(Taken(500, 64.0, told, 16), 4, now_s)
-            assert cache.room_tokens() >= 0
+            assert cache.free_tokens() >= 0
 
 
 @pytest.mark.parametrize(

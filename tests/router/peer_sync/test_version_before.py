@@ -61,7 +61,7 @@ def test_engines_of_the_version_before_are_read(name: str) -> None:
 
 def test_values_of_the_version_before_are_read() -> None:
     learnt, written_s = decode_learnt(bytes_of("learnt"))
-    assert (written_s, learnt.rooms[PodId("a")].told_tokens) == (1.8e9, 20_480)
+    assert (written_s, learnt.capacities[PodId("a")].told_tokens) == (1.8e9, 20_480)
     report, written_s = decode_report(bytes_of("shares"))
     assert (written_s, report.total, report.prefill_s) == (1.8e9, 2.0, 3.0)
 

@@ -115,7 +115,7 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
         for number in range(REQUESTS):
             await ask(old, PREFIX_TEXTS[number * PREFIXES // REQUESTS] + rng.randbytes(20).hex())
         known, index, pods = assumed(old), old.app[INDEX], old.app[FLEET].pods("m")
-        pool, rooms = pods[0].state.speed.pool.learnt, {pod.pod_id: index.learnt_room(pod.pod_id) for pod in pods}
+        pool, rooms = pods[0].state.speed.pool.learnt, {pod.pod_id: index.learnt_capacity(pod.pod_id) for pod in pods}
         predictions = [await predicted(old, text) for text in PREFIX_TEXTS]
         assert pool is not None
         assert [len(keys) for keys in known.values()] == 2 * [PREFIXES * (PREFIX_BYTES // 256)]
@@ -132,6 +132,6 @@ async def test_a_new_gateway_is_as_good_as_the_one_before_it(redis_server: Redis
         async with gateway(redis_server, both) as new:
             for pod in new.app[FLEET].pods("m"):
                 assert pod.state.speed.pool.learnt == pool
-                assert new.app[INDEX].learnt_room(pod.pod_id) == rooms[pod.pod_id]
+                assert new.app[INDEX].learnt_capacity(pod.pod_id) == rooms[pod.pod_id]
             assert assumed(new) == known
             assert [await predicted(new, text) for text in PREFIX_TEXTS] == predictions

@@ -109,12 +109,12 @@ async def test_a_gap_in_the_stream_is_mended_by_a_snapshot(redis_server: RedisSe
     async with engine.running(), Gateway(redis_server).following(engine) as gateway:
         engine.change(dict.fromkeys(range(10), Tier.GPU))
         await gateway.wait_equal(engine)
-        feed = gateway.reader._feeds[engine.pod]
-        feed.seq -= 3  # as if three deltas had never come
+        cursor = gateway.reader._cursors[engine.pod]
+        cursor.seq -= 3  # as if three deltas had never come
         engine.change({99: Tier.GPU}, removed={1})
         await gateway.wait_equal(engine)
         assert gateway.reader.status().resyncs == 1
-        assert feed.synced
+        assert cursor.synced
 
 
 async def test_a_trimmed_stream_is_mended_by_a_snapshot_on_demand(redis_server: RedisServer) -> None:

@@ -233,9 +233,9 @@ async def test_other_work_goes_on_between_the_snapshots_of_two_pods(
         turns = asyncio.create_task(turning(ticks))
         gateway = await stack.enter_async_context(Gateway(redis_server).following(*engines))
         async with asyncio.timeout(10):
-            while not all(feed.looked for feed in gateway.reader._feeds.values()):  # noqa: ASYNC110  # at once
+            while not all(cursor.looked for cursor in gateway.reader._cursors.values()):  # noqa: ASYNC110  # at once
                 await asyncio.sleep(0)
-        assert gateway.agrees(*engines), "a feed may only say that it has looked once its keys are in the index"
+        assert gateway.agrees(*engines), "a cursor may only say that it has looked once its keys are in the index"
         turns.cancel()
     assert len(set(loaded_at[:4])) == 4
 

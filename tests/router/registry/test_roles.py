@@ -24,7 +24,7 @@ from engine.contract.redis_keys import (
 from engine.contract.redis_roles import ENGINE_RULES, GATEWAY_RULES
 from router.peer_sync.keyed_values import KeyedValues
 from router.peer_sync.shares import TrafficShareValues
-from router.registry.learnt import Learnt, LearntRoom
+from router.registry.learnt import Learnt, LearntCapacity
 from router.registry.wire import RedisWire
 from router.routing.prefill_shares import ModelShares
 from router.routing.shares import TrafficShares
@@ -99,7 +99,7 @@ async def test_gateways_tell_each_other_as_their_user(users: RedisServer) -> Non
 
 
 async def test_gateways_keep_what_they_have_learnt_as_their_user(users: RedisServer) -> None:
-    record, source = Learnt(rooms={PodId("a"): LearntRoom(9.0, None)}), Source()
+    record, source = Learnt(capacities={PodId("a"): LearntCapacity(9.0, None)}), Source()
     await KeyedValues(As(users, "gateway").url, Source(m=record)).close()
     await (sync := KeyedValues(As(users, "gateway").url, source)).load()
     await sync.close()

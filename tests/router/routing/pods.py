@@ -100,7 +100,7 @@ def candidates(pods: Sequence[Made], now_s: float = 0.0) -> CandidatePods:
             seen.fetch(row, pod.host_tokens, pod.disk_tokens)
     add_shared(seen)
     if any(not math.isinf(pod.room_tokens) for pod in pods):
-        seen.room = np.array([pod.room_tokens for pod in pods])
+        seen.free_tokens = np.array([pod.room_tokens for pod in pods])
     if any(pod.adapter_s for pod in pods):
         seen.adapter_s = np.array([pod.adapter_s for pod in pods])
     return seen

@@ -63,7 +63,7 @@ def test_nothing_shared(per_s: float) -> None:
 
 @pytest.mark.parametrize("name", ["affinity_groups", "predicted_ttft"])
 def test_pods_that_report_nothing(name: str) -> None:
-    """Speculation and observed times replace reports, as with engines that are not ours."""
+    """SpeculativeEntries and observed times replace reports, as with engines that are not ours."""
     arrivals = tenant_chat(250.0, seed=27)
     blind = Fleet(make_policy(name), reports=False).run(arrivals)
     baseline = Fleet(make_policy("least_loaded"), reports=False).run(arrivals)

@@ -94,7 +94,7 @@ class Fleet(RuleBasedStateMachine):
             for policy, table in ((self.of_kept, self.table), (self.of_new, self.new_table(is_kept=False))):
                 seen = self.seen(table, keys, prompt)
                 if regret:
-                    seen.room = np.array(rooms)
+                    seen.free_tokens = np.array(rooms)
                 decisions.append(policy.choose(request, seen))
                 uncached = prompt - seen.matched_by(decisions[0].pod)
             decision, expected = decisions

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
+from router.registry.cache_estimate import ENOUGH_SIGNS, CacheEstimate, Taken
 from router.registry.index import Match, PrefixIndex
-from router.registry.room import ENOUGH_SIGNS, Room, Taken
 from router.views.types import PodId
 
 POD = PodId("pod")
@@ -65,7 +65,7 @@ def test_belief_is_what_an_lru_cache_of_the_told_size_holds_but_for_what_is_give
         keys = prompt(name, length)
         index.speculate(POD, keys, float(at_s), math.inf, taken(length, blocks * BLOCK, capacity))
         cache.ask(keys, blocks * BLOCK)
-        assert index.rooms.of(POD) <= capacity
+        assert index.free_tokens.of(POD) <= capacity
         for other in range(1, 10):
             chain = prompt(other, 12)
             believed = index.match(chain, float(at_s)).get(POD, Match(0)).strides
@@ -82,7 +82,7 @@ def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used(
     for i in range(4):
         keys = (*shared, PrefixKey(100 + i))
         index.speculate(POD, keys, float(i), math.inf, taken(9, 0, 2000))
-    assert index.rooms.of(POD) == 2000 - 12 * KEY_TOKENS
+    assert index.free_tokens.of(POD) == 2000 - 12 * KEY_TOKENS
     index.speculate(POD, prompt(2, 20), 9.0, math.inf, taken(20, 0, 2000))
     assert index.match(prompt(2, 20), 9.0)[POD] == Match(20)
     assert index.match(shared, 9.0)[POD] == Match(8)
@@ -91,7 +91,7 @@ def test_what_two_requests_share_is_counted_once_and_lasts_while_either_is_used(
 def test_answers_take_room_though_no_key_stands_for_them() -> None:
     index = PrefixIndex()
     index.speculate(POD, prompt(1, 4), 0.0, math.inf, taken(4, 1000, 1500))
-    assert index.rooms.of(POD) == 1500 - 4 * KEY_TOKENS - 1008  # 1,000 tokens take whole blocks
+    assert index.free_tokens.of(POD) == 1500 - 4 * KEY_TOKENS - 1008  # 1,000 tokens take whole blocks
     index.speculate(POD, prompt(2, 4), 1.0, math.inf, taken(4, 1000, 1500))
     assert index.match(prompt(1, 4), 1.0)[POD] == Match(3)
 
@@ -100,7 +100,7 @@ def test_a_pod_that_tells_no_capacity_is_believed_as_long_as_asked_for() -> None
     index = PrefixIndex()
     for i in range(100):
         index.speculate(POD, prompt(i, 10), 1.0, 600.0, taken(10, 200, None))
-    assert index.rooms.of(POD) == math.inf
+    assert index.free_tokens.of(POD) == math.inf
     assert all(index.match(prompt(i, 10), 500.0)[POD] == Match(10) for i in range(100))
     assert not index.match(prompt(3, 10), 700.0)
 
@@ -128,7 +128,7 @@ def test_answers_correct_the_capacity_both_ways(told: float | None) -> None:
 
 
 def test_an_emptied_cache_does_not_count_as_a_small_one_for_long() -> None:
-    room = Room(64)
+    room = CacheEstimate(64)
     room.take(Taken(100, KEY_TOKENS, 10_000, BLOCK), 1, 0.0)
     room.was_evicted(0.0)
     assert room.capacity_tokens == pytest.approx(9000)
@@ -160,7 +160,7 @@ def test_ghosts_and_losses_are_bounded() -> None:
     while index.sweep(1000):
         pass
     assert len(index) == 0
-    assert index.rooms.of(POD) == math.inf
+    assert index.free_tokens.of(POD) == math.inf
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=300), st.integers(8, 40))
@@ -170,7 +170,7 @@ def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_o
 ) -> None:
     """`requests`: blocks of loose tokens (tokens without a key), and seconds since the previous request. The pod
     reports no capacity, so nothing is given up for lack of room."""
-    room = Room(limit)
+    room = CacheEstimate(limit)
     now_s, exact = 0, dict[int, int]()
     for blocks, pause_s in requests:
         now_s += pause_s
@@ -192,7 +192,7 @@ def test_loose_tokens_take_a_bounded_number_of_entries_and_are_given_up_in_the_o
 
 
 def test_keys_used_before_a_forgotten_one_count_only_if_the_capacity_is_known() -> None:
-    unknown, told = Room(64), Room(64)
+    unknown, told = CacheEstimate(64), CacheEstimate(64)
     for second in range(10):
         unknown.take(taken(0, BLOCK, None), 0, float(second))
         told.take(taken(0, BLOCK, 4096), 0, float(second))
@@ -205,7 +205,7 @@ def test_keys_used_before_a_forgotten_one_count_only_if_the_capacity_is_known() 
 def test_what_a_key_stands_for_is_the_mean_of_the_first_requests_and_then_follows() -> None:
     """The first request's tokens are estimated before any answer shows the model's tokens per byte. So this estimate
     must not outweigh a hundred later ones."""
-    room = Room(64)
+    room = CacheEstimate(64)
     for number, key_tokens in enumerate((64.0, *[107.0] * 9)):
         room.take(Taken(1000, key_tokens, 20_480, BLOCK), 9, float(number))
     assert room.key_tokens == pytest.approx((64 + 9 * 107) / 10)
@@ -216,15 +216,15 @@ def test_what_a_key_stands_for_is_the_mean_of_the_first_requests_and_then_follow
 
 def test_a_room_begins_with_what_another_gateway_has_learnt_of_the_pod() -> None:
     index, other = PrefixIndex(), PodId("other")
-    index.expect_rooms({POD: (3000.0, 2000), other: (9e9, 2000)})
+    index.expect_capacities({POD: (3000.0, 2000), other: (9e9, 2000)})
     assert index.capacity_is_told(POD)
     for pod in (POD, other):
         index.speculate(pod, prompt(1, 4), 0.0, math.inf, taken(4, 0, 2000))
-    assert index.learnt_room(POD) == (3000.0, 2000)
-    assert index.learnt_room(other) == (4000.0, 2000)  # never more than twice what was reported
+    assert index.learnt_capacity(POD) == (3000.0, 2000)
+    assert index.learnt_capacity(other) == (4000.0, 2000)  # never more than twice what was reported
     index.speculate(POD, prompt(1, 4), 1.0, math.inf, taken(4, 0, 4000))  # a larger cache of the same kind
-    assert index.learnt_room(POD) == (6000.0, 4000)
-    assert index.learnt_room(PodId("new")) is None
+    assert index.learnt_capacity(POD) == (6000.0, 4000)
+    assert index.learnt_capacity(PodId("new")) is None
 
 
 def test_a_pod_that_held_nothing_may_state_a_capacity_later() -> None:
@@ -235,7 +235,7 @@ def test_a_pod_that_held_nothing_may_state_a_capacity_later() -> None:
             now_s += 100.0
             index.speculate(POD, prompt(1, 1), now_s, math.inf, taken(1, 0, None))
         index.refute(POD, prompt(1, 1), 0, now_s)
-    assert index.rooms.of(POD) == 0.0
+    assert index.free_tokens.of(POD) == 0.0
     for capacity in (10_000, 20_000):
         index.speculate(POD, prompt(1, 1), now_s, math.inf, taken(1, 0, capacity))
-        assert index.rooms.of(POD) == capacity - KEY_TOKENS
+        assert index.free_tokens.of(POD) == capacity - KEY_TOKENS

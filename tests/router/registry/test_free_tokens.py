@@ -1,4 +1,4 @@
-"""The table of the pods' room is kept current: it always equals what each pod's estimate says."""
+"""The table of the pods' free tokens is kept current: it always equals what each pod's estimate says."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.contract.events import Keys
 from engine.contract.keys import PrefixKey
+from router.registry.cache_estimate import Taken
+from router.registry.free_tokens import FreeTokens
 from router.registry.index import PrefixIndex
-from router.registry.room import Taken
-from router.registry.rooms import Rooms
 from router.views.pod_state import PodState
 from router.views.table import PodTable
 from router.views.types import PodId
@@ -32,7 +32,7 @@ class RoomsAgainstEstimates(RuleBasedStateMachine):
         self.index = PrefixIndex(speculative_limit=12)
         self.now_s = 0.0
         self.table = PodTable((pod, PodState()) for pod in PODS[1:])
-        self.index.rooms.watch(self.table.set_room)
+        self.index.free_tokens.watch(self.table.set_free_tokens)
 
     @rule(pod=POD, keys=KEYS, loose=st.integers(0, 90), capacity=st.sampled_from([None, 300, 500, 900]))
     def ask(self, pod: PodId, keys: Keys, loose: int, capacity: int | None) -> None:
@@ -83,13 +83,13 @@ class RoomsAgainstEstimates(RuleBasedStateMachine):
     @invariant()
     def all_say_the_same(self) -> None:
         late = PodTable((pod, PodState()) for pod in PODS)
-        self.index.rooms.watch(late.set_room)
-        self.index.rooms.unwatch(late.set_room)
-        for pod, tokens in zip(PODS, late.room.tolist(), strict=True):
-            speculation = self.index._speculations.get(pod)
-            expected = math.inf if speculation is None else speculation.room_tokens()
-            assert self.index.rooms.of(pod) == tokens == expected
-        assert self.table.room.tolist() == late.room.tolist()[1:]
+        self.index.free_tokens.watch(late.set_free_tokens)
+        self.index.free_tokens.unwatch(late.set_free_tokens)
+        for pod, tokens in zip(PODS, late.free_tokens.tolist(), strict=True):
+            speculation = self.index._speculative.get(pod)
+            expected = math.inf if speculation is None else speculation.free_tokens()
+            assert self.index.free_tokens.of(pod) == tokens == expected
+        assert self.table.free_tokens.tolist() == late.free_tokens.tolist()[1:]
 
 
 RoomsAgainstEstimates.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
@@ -97,14 +97,14 @@ TestRoomsAgainstEstimates = RoomsAgainstEstimates.TestCase
 
 
 def test_a_watcher_that_has_left_hears_nothing() -> None:
-    rooms, heard = Rooms(), list[tuple[PodId, float]]()
+    free_tokens, heard = FreeTokens(), list[tuple[PodId, float]]()
 
     def watcher(pod: PodId, tokens: float) -> None:
         heard.append((pod, tokens))
 
-    rooms.watch(watcher)
-    rooms.set(PODS[0], 5.0)
-    rooms.set(PODS[0], 5.0)
-    rooms.unwatch(watcher)
-    rooms.set(PODS[0], 6.0)
+    free_tokens.watch(watcher)
+    free_tokens.set(PODS[0], 5.0)
+    free_tokens.set(PODS[0], 5.0)
+    free_tokens.unwatch(watcher)
+    free_tokens.set(PODS[0], 6.0)
     assert heard == [(PODS[0], 5.0)], "a watcher is told of each change once"

@@ -1,4 +1,4 @@
-"""A feed knows which delta must follow, if deltas come twice, late or never."""
+"""A cursor knows which delta must follow, if deltas come twice, late or never."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from engine.contract.events import MessageKind, RegistryMessage
 from engine.contract.load import LoadReport
 from engine.contract.sequence import Step
-from router.registry.feed import PodFeed
+from router.registry.cursor import PodCursor
 
 
 def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
@@ -26,11 +26,11 @@ def message(kind: MessageKind, epoch: int, seq: int) -> RegistryMessage:
     ],
 )
 def test_what_becomes_of_a_delta(epoch: int, seq: int, step: Step) -> None:
-    feed = PodFeed("llama")
+    cursor = PodCursor("llama")
     delta = message(MessageKind.DELTA, epoch, seq)
-    assert feed.judge(delta) is Step.GAP, "no snapshot is loaded yet"
-    feed.applied(message(MessageKind.SNAPSHOT, 1, 3), now_s=0.0)
-    feed.applied(message(MessageKind.DELTA, 1, 4), now_s=0.0)
-    assert feed.judge(delta) is step
-    feed.lost()
-    assert feed.judge(delta) is Step.GAP
+    assert cursor.judge(delta) is Step.GAP, "no snapshot is loaded yet"
+    cursor.applied(message(MessageKind.SNAPSHOT, 1, 3), now_s=0.0)
+    cursor.applied(message(MessageKind.DELTA, 1, 4), now_s=0.0)
+    assert cursor.judge(delta) is step
+    cursor.lost()
+    assert cursor.judge(delta) is Step.GAP

@@ -10,7 +10,7 @@ from struct import Struct
 from typing import NewType
 
 from engine.contract.keys import PrefixKey
-from router.registry.room import Room, Taken
+from router.registry.cache_estimate import CacheEstimate, Taken
 
 SETTLED_S = 5.0
 """The prompt of an older use is computed by now, or lost for good. A younger one may still be in the pod's queue."""
@@ -52,23 +52,23 @@ Run = tuple[float, Sequence[PrefixKey]]
 """The last use of some keys, and those keys, in the order in which they would be dropped."""
 
 
-class Speculation:
+class SpeculativeEntries:
     """The speculative entries of one pod, at most `limit` of them: the longest unused go first.
 
     Expiry follows the order of use: an entry expires no earlier than those used before it. Within one use the deepest
     key counts as the oldest, so that dropping from the old end keeps the set prefix-closed.
 
     For a pod that publishes nothing, `take` counts what each request takes of its cache. A key is then dropped as soon
-    as the tokens used after it fill the cache (`Room`).
+    as the tokens used after it fill the cache (`CacheEstimate`).
     """
 
-    __slots__ = ("_limit", "_newest_expiry_s", "_room", "_uses", "believed", "next_expiry_s")
+    __slots__ = ("_estimate", "_limit", "_newest_expiry_s", "_uses", "believed", "next_expiry_s")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._uses: dict[PrefixKey, _Use] = {}
         self._newest_expiry_s = -math.inf
-        self._room: Room | None = None
+        self._estimate: CacheEstimate | None = None
         self.believed = self._uses.keys()
         """The keys that have an entry."""
         self.next_expiry_s = math.inf
@@ -105,21 +105,21 @@ class Speculation:
         if len(uses) <= self._limit:
             return new, ()
         too_many = list(islice(uses, len(uses) - self._limit + int(self._limit * _ROOM_SHARE)))
-        if self._room is not None and too_many:
-            self._room.dropped(_unpack(uses[too_many[-1]])[0])
+        if self._estimate is not None and too_many:
+            self._estimate.dropped(_unpack(uses[too_many[-1]])[0])
         return new, self.discard(too_many)
 
     def take(self, taken: Taken, keys: int, now_s: float) -> Sequence[PrefixKey]:
         """Count what the request whose `keys` were just entered takes of the pod's cache. Return the keys for which
         there is no room any more. The request's own keys stay, however small the cache is thought to be."""
-        room = self._room
-        if room is None:
-            room = self._room = self._new_room()
-        room.take(taken, keys, now_s)
-        excess = self._tokens(room) - room.capacity_tokens
+        estimate = self._estimate
+        if estimate is None:
+            estimate = self._estimate = self._new_estimate()
+        estimate.take(taken, keys, now_s)
+        excess = self._tokens(estimate) - estimate.capacity_tokens
         if excess <= 0:
             return ()
-        left = excess = excess + room.capacity_tokens * _ROOM_SHARE
+        left = excess = excess + estimate.capacity_tokens * _ROOM_SHARE
         gone: list[PrefixKey] = []
         seen: _Use | None = None
         for key, use in self._uses.items():
@@ -127,51 +127,53 @@ class Speculation:
                 seen = use
                 if (used_at_s := _unpack(use)[0]) >= now_s:
                     break
-                left -= room.give_up(used_at_s)
+                left -= estimate.give_up(used_at_s)
             if left <= 0:
                 break
             gone.append(key)
-            left -= room.key_tokens
-        room.given_up(self.discard(gone), excess - left)
+            left -= estimate.key_tokens
+        estimate.given_up(self.discard(gone), excess - left)
         return gone
 
-    def _new_room(self) -> Room:
-        return Room(max(_LEAST_GHOSTS, self._limit // 4))
+    def _new_estimate(self) -> CacheEstimate:
+        return CacheEstimate(max(_LEAST_GHOSTS, self._limit // 4))
 
-    def expect_room(self, capacity_tokens: float, told_tokens: int | None) -> None:
+    def expect_capacity(self, capacity_tokens: float, told_tokens: int | None) -> None:
         """Use another gateway's estimate of the pod's capacity. `told_tokens`: the capacity that the pod stated."""
-        if self._room is None:
-            self._room = self._new_room()
-            self._room.begin_with(capacity_tokens, told_tokens)
+        if self._estimate is None:
+            self._estimate = self._new_estimate()
+            self._estimate.begin_with(capacity_tokens, told_tokens)
 
     @property
-    def learnt_room(self) -> tuple[float, int | None] | None:
+    def learnt_capacity(self) -> tuple[float, int | None] | None:
         """The estimated capacity, and the capacity that the pod stated; None while nothing is known of it."""
-        room = self._room
-        return None if room is None or room.capacity_tokens == math.inf else (room.capacity_tokens, room.told_tokens)
+        estimate = self._estimate
+        if estimate is None or estimate.capacity_tokens == math.inf:
+            return None
+        return estimate.capacity_tokens, estimate.told_tokens
 
-    def room_tokens(self) -> float:
+    def free_tokens(self) -> float:
         """Return the tokens that the pod can take before it evicts something; infinite while no capacity is known."""
-        room = self._room
-        return math.inf if room is None else max(0.0, room.capacity_tokens - self._tokens(room))
+        estimate = self._estimate
+        return math.inf if estimate is None else max(0.0, estimate.capacity_tokens - self._tokens(estimate))
 
     @property
-    def has_room(self) -> bool:
-        """Whether any request was counted in the pod's cache; if not, its room is infinite."""
-        return self._room is not None
+    def has_estimate(self) -> bool:
+        """Whether any request was counted in the pod's cache; if not, its free tokens are infinite."""
+        return self._estimate is not None
 
     @property
     def capacity_is_told(self) -> bool:
         """Whether the pod has stated its capacity."""
-        return self._room is not None and self._room.is_told
+        return self._estimate is not None and self._estimate.is_told
 
     def was_held(self, key: PrefixKey, tokens: float) -> None:
         """Note that an answer reused `tokens` more than was believed; `key` is the first key not believed."""
-        if self._room is not None and not self._room.was_held(key):
-            self._room.found_loose(tokens)
+        if self._estimate is not None and not self._estimate.was_held(key):
+            self._estimate.found_loose(tokens)
 
-    def _tokens(self, room: Room) -> float:
-        return len(self._uses) * room.key_tokens + room.loose_tokens
+    def _tokens(self, estimate: CacheEstimate) -> float:
+        return len(self._uses) * estimate.key_tokens + estimate.loose_tokens
 
     def runs(self) -> list[Run]:
         """Return all entries, in the order in which they would be dropped."""
@@ -229,9 +231,9 @@ class Speculation:
                 seen = use
                 older.append(key)
             dropped += self.discard(older)
-            if (room := self._room) is not None:
-                room.give_up(horizon_s)
-                room.was_evicted(self._tokens(room))
+            if (estimate := self._estimate) is not None:
+                estimate.give_up(horizon_s)
+                estimate.was_evicted(self._tokens(estimate))
         return dropped
 
     def discard(self, keys: Iterable[PrefixKey]) -> list[PrefixKey]:
@@ -250,6 +252,6 @@ class Speculation:
                 break
             seen = use
             expired.append(key)
-        if self._room is not None and seen is not None:
-            self._room.dropped(_unpack(seen)[0])
+        if self._estimate is not None and seen is not None:
+            self._estimate.dropped(_unpack(seen)[0])
         return self.discard(expired)

@@ -9,7 +9,7 @@ from engine.contract.sequence import Step, step
 
 
 @dataclass(slots=True)
-class PodFeed:
+class PodCursor:
     """One pod's place in the registry. `heard_at_s` is the monotonic time of its last message."""
 
     model: str

@@ -41,12 +41,12 @@ class Taken(NamedTuple):
     """Tokens of a block: a request takes whole blocks; None: unknown."""
 
 
-class Room:
+class CacheEstimate:
     """The cache of one pod as an LRU in tokens: keys, which requests share, and loose tokens, which belong to one
     request.
 
     Loose tokens are the tail of a prompt after its last key, the answer, and the rest of the last block. The keys
-    themselves are in `Speculation`. This class counts the loose tokens and estimates the capacity.
+    themselves are in `SpeculativeEntries`. This class counts the loose tokens and estimates the capacity.
 
     If an answer reused less than was believed, the pod evicted a key, and the capacity is at most what was used since
     that key. If an answer reused a key that was given up here, the capacity is at least what was used since that key.
