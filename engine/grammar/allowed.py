@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher  # needed by whoever compiles constraints, not by whoever only computes
 
 Mask = NDArray[np.int32]
 """[ceil(vocabulary / 32)]: bit i of word w stands for token 32 w + i; 1: it may come next."""

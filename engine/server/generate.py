@@ -23,7 +23,7 @@ from engine.server.http.wire import RETRY_AFTER_S, body_of, ending, send_json, w
 from engine.server.message_answers import MessagesAnswer
 from engine.server.message_requests import prepare_messages
 from engine.server.prompt_scores import prompt_scores
-from engine.server.requests import GenerationJob, prepare
+from engine.server.requests import GenerationJob, prepare, with_forced_call
 from engine.server.response_answers import ResponsesAnswer
 from engine.server.response_requests import prepare_response
 from engine.server.service import EngineService, ServerState
@@ -189,6 +189,7 @@ def _prepared(
         job = prepare_response(service.model, body)
     else:
         job = prepare(service.model, endpoint, body)
+    job = with_forced_call(job)
     return job, *service.sequences(job)
 
 

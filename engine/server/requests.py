@@ -134,7 +134,7 @@ class GenerationJob:
     def reading(self) -> Reading | None:
         """How the answers are read. A request with several prompts has no chat."""
         reading = self.prompts[0].reading
-        if reading is None or self.constraint is None:
+        if reading is None or self.constraint in (None, reading.forced):
             return reading
         # All of the answer follows the constraint, so none of it is a call or reasoning.
         return replace(reading, tools=None, is_beginning=False)
@@ -458,6 +458,20 @@ def make_job(
         constraint=None if says_nothing else constraint_of({name: getattr(fields, name) for name in ASKED}),
         ignored=tuple(dict.fromkeys((*fields.ignored, *hidden, *ignored))),
     )
+
+
+def with_forced_call(job: GenerationJob) -> GenerationJob:
+    """Return the job with the constraint of an answer that must have a call, if it must. Raises BadRequest if the
+    answer must follow another constraint too."""
+    reading = job.prompts[0].reading
+    if reading is None or reading.forced is None or job.says_nothing:
+        return job
+    if job.constraint is not None:
+        raise BadRequest(
+            f"tool_choice demands a call, and {job.constraint.param} another form: give one of them",
+            param="tool_choice",
+        )
+    return replace(job, constraint=reading.forced)
 
 
 def _sampling(model: ModelText, fields: GenerationFields, logprobs: int | None) -> SamplingParams:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.contract.errors import BadRequest, quoted
+from engine.grammar.constraint import Constraint
 from engine.server.fields import check_number
+from engine.server.forced_calls import forced_call
 from engine.text.calls.formats import FORMATS, AnswerFormat
 from engine.text.calls.machine import Reader
 from engine.text.calls.made import MadeCalls
@@ -56,6 +58,8 @@ class Reading:
     """Where calls are noted; None: nowhere."""
     salt: str = ""
     """Salt of the request."""
+    forced: Constraint | None = None
+    """What the answer follows if it must have a call."""
 
     def reader(self) -> Reader | None:
         """Return a reader for one answer; None if all of it is text."""
@@ -92,8 +96,10 @@ def reading_of(
             param="tools",
             code="unsupported_parameter",
         )
+    if choice.is_forced and not is_beginning:
+        raise _bad("tool_choice", "must be 'auto' or 'none' if the answer has begun", True)
     ids = (model.tokenizer.token_id(mark) for mark in answers.marks(with_calls=may_call))
-    return Reading(
+    reading = Reading(
         answers,
         Tools.of(tools) if may_call else None,
         prompt[-_TAIL_CHARS:],
@@ -103,6 +109,7 @@ def reading_of(
         model.made_calls,
         salt or "",
     )
+    return replace(reading, forced=forced_call(model, reading, choice)) if choice.is_forced else reading
 
 
 def check_tools(tools: Sequence[Any] | None) -> list[Mapping[str, Any]]:
@@ -190,7 +197,7 @@ def _checked(choice: ToolChoice, tools: Sequence[Mapping[str, Any]]) -> ToolChoi
         raise _bad("tool_choice", "needs tools")
     if choice.kind == "named" and choice.name not in {tool["function"]["name"] for tool in tools}:
         raise _bad("tool_choice", f"names {quoted(choice.name)}, which is none of the tools")
-    raise _bad("tool_choice", "can only be 'none' or 'auto': this engine forces no calls", True)
+    return choice
 
 
 def _is_name(name: object) -> bool:

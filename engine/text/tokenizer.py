@@ -181,6 +181,10 @@ class Tokenizer:
             found = self._decoded[token] = self._byte_level_bytes(self.token_text(token))
         return found
 
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is no text."""
+        return token in self._special
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its vocabulary string, None if there is none."""
         found: int | None = self._tokenizer.token_to_id(token)

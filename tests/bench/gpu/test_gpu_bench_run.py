@@ -49,7 +49,16 @@ from tests.bench.gpu.sizes import FULL, QUICK
 from tests.bench.gpu.workloads import Workload
 
 ROOT = Path(__file__).parents[3]
-NOT_NEEDED = ("orjson", "pydantic", "pydantic_settings", "redis", "prometheus_client", "uvloop", "aiohttp")
+NOT_NEEDED = (
+    "orjson",
+    "pydantic",
+    "pydantic_settings",
+    "redis",
+    "prometheus_client",
+    "uvloop",
+    "aiohttp",
+    "llguidance",
+)
 """Packages of the server; a machine lent for its card has none of them."""
 RUN = f"""
 import runpy, sys
