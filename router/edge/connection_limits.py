@@ -46,6 +46,8 @@ LEAST_DROPPED_BYTES = 2**20
 many before it sees the answer."""
 DROPPED_BYTES_PER_S = 2**26
 """Bytes of refused bodies that are received in a second, from all clients: that takes a few percent of a core."""
+MOST_DIGITS = 9
+"""Of a Content-Length: a body of a gigabyte is not awaited to be dropped."""
 CLOSING_S = 5.0
 """Seconds in which the client may take the rest of its last answer before the connection is cut."""
 LONGEST_LOOK_S = 0.5
@@ -168,6 +170,7 @@ class Connection(web.RequestHandler):
         "_head_since_s",
         "_held",
         "_is_busy",
+        "_skipping",
         "_socket",
         "why_extra",
     )
@@ -185,6 +188,8 @@ class Connection(web.RequestHandler):
         """Set when all of a body is dropped that aiohttp no longer waits for."""
         self._held: list[bytes] = []
         """Data that came while the connection waits for a place in the fifo."""
+        self._skipping = 0
+        """Bytes of a request that was turned away, which are still to come."""
         self.why_extra = ""
         """See Counted."""
 
@@ -208,6 +213,12 @@ class Connection(web.RequestHandler):
         """See asyncio.Protocol. aiohttp calls this without data, to go on with the data that it has."""
         if self._socket is None:
             return
+        if self._skipping and data:
+            skipped = min(len(data), self._skipping)
+            self._skip(self._skipping - skipped)
+            self._pause_s(self._clients.dropped(skipped))
+            if not (data := data[skipped:]):
+                return
         if not data:
             super().data_received(data)
         elif self._flow.is_dropping or (self._flow.is_unwanted and not self._held):
@@ -230,6 +241,28 @@ class Connection(web.RequestHandler):
     def turns(self) -> Turns:
         """For long work on this connection's requests."""
         return self._clients.turns
+
+    def turn_away(self) -> bool:
+        """See Waiter. A new POST is refused unread. The connection goes on after its body, if that has a length."""
+        data = b"".join(self._held)
+        if self._socket is None or self._is_busy or self._head_since_s is not None or not data.startswith(b"POST "):
+            return False
+        self._held = []
+        self._clients.refused["busy"] += 1
+        self._socket.resume_reading()
+        missing = _missing(data)
+        if missing is None:
+            self._socket.write(_BUSY_LAST)
+            self.force_close()
+        else:
+            self._socket.write(_BUSY)
+            self._skip(missing)
+        return True
+
+    def _skip(self, size: int) -> None:
+        """Drop so many further bytes. They have the deadline of a head."""
+        self._skipping = size
+        self._head_since_s = self._loop.time() if size else None
 
     def take_turn(self) -> None:
         """See Waiter."""
@@ -395,13 +428,33 @@ _NO_HEAD = (b"", b"\r\n")
 """Data that begins no head: some clients send a stray line end after a body."""
 
 
-def _raw(error: ApiError, reason: str) -> bytes:
+def _raw(error: ApiError, reason: str, fields: str) -> bytes:
     body = error.body()
     head = f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + body
+    return f"{head}{fields}\r\n\r\n".encode() + body
 
 
-_LATE_HEAD = _raw(RequestTimeout("the request's head did not arrive in time"), "Request Timeout")
+_LATE_HEAD = _raw(RequestTimeout("the request's head did not arrive in time"), "Request Timeout", "Connection: close")
+_TOO_MANY = Unavailable("the gateway gets more requests than it can pass on: try again", code="overloaded")
+_BUSY, _BUSY_LAST = (
+    _raw(_TOO_MANY, "Service Unavailable", f"Retry-After: {RETRY_AFTER_S:.0f}{last}")
+    for last in ("", "\r\nConnection: close")
+)
+
+
+_UNSURE = (b"\r\ntransfer-encoding:", b"\r\nexpect:")
+"""Fields of a head after which nobody can tell how many bytes follow."""
+
+
+def _missing(data: bytes) -> int | None:
+    """Return the bytes of a request that are still to come after `data`. None: nobody can tell, or there is more."""
+    head, _, body = data.partition(b"\r\n\r\n")
+    lower = head.lower()
+    length = lower.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0].strip()
+    if not length.isdigit() or len(length) > MOST_DIGITS or any(field in lower for field in _UNSURE):
+        return None
+    missing = int(length) - len(body)
+    return missing if missing >= 0 else None
 
 
 def want_descriptors(connections: int) -> None:

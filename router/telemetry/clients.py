@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from router.telemetry.collectors import FieldSeries, Tally, register
 
-REFUSAL_REASONS = ("connections", "short", "handshake", "head", "write", "closing", "body", "idle")
+REFUSAL_REASONS = ("connections", "short", "busy", "handshake", "head", "write", "closing", "body", "idle")
 """Reasons for refused connections. Each is a series from the start, so that the first increase is seen."""
 
 
@@ -51,7 +51,8 @@ class ClientMetrics:
         )
         self._refused = Tally(
             "warmroute_gateway_connections_refused",
-            "Connections of clients that were refused (connections: too many, short: see warmroute_gateway_lacks), "
+            "Connections of clients that were refused (connections: too many, short: see warmroute_gateway_lacks, "
+            "busy: more came than the gateway's core can pass on), "
             "made room for another client while they had no request (idle), were cut because the client was late "
             "(handshake: for TLS, head: with a request's headers, write: to read an answer, closing: to close), or did "
             "not stop sending a refused body (body)",

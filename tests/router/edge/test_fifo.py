@@ -12,16 +12,20 @@ import pytest
 from router.choosing.chooser import Choice
 from router.edge import fifo as gates
 from router.edge.fifo import PLACES, Fifo
+from router.overload.standing import Goal, Standing
 from router.reading.inbound import Inbound
 from router.startup.parts import CHOOSER, CONNECTIONS
-from tests.router.rig.helpers import Gateway, ScriptedEngine, event, eventually, running, streams
+from tests.router.rig.helpers import Gateway, ScriptedEngine, answers, event, eventually, running, streams
 from tests.router.rig.raw_client import GET_HEALTH, RawClient, connected, head
 
 GOOD = streams([event("fine"), b"data: [DONE]\n\n"])
 
 
-def ask(number: int) -> bytes:
-    body = orjson.dumps({"model": "m", "prompt": str(number), "stream": True})
+WHOLE = answers(200, b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":2,"completion_tokens":1}}')
+
+
+def ask(number: int, *, stream: bool = True) -> bytes:
+    body = orjson.dumps({"model": "m", "prompt": str(number), "stream": stream})
     return head(b"Content-Type: application/json", b"Content-Length: %d" % len(body)) + body
 
 
@@ -32,6 +36,9 @@ class Waiter:
         self.fifo = fifo
         self.let_in = let_in
         self.stays = stays
+
+    def turn_away(self) -> bool:
+        return False
 
     def take_turn(self) -> None:
         self.let_in.append(self)
@@ -192,3 +199,120 @@ async def test_a_client_that_leaves_while_waiting_is_forgotten(monkeypatch: pyte
             fifo.leave(holder)
         assert (await gateway.post({"model": "m", "prompt": "x"})).status == 200
         assert len(engine.received) == 1
+
+
+class Line:
+    """A fifo with one place, in a time of its own: requests come at `rate` times what it can do, each takes 10 ms."""
+
+    SERVICE_S = 0.01
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(gates.time, "monotonic", lambda: self.now_s)
+        self.fifo = Fifo(places=1)
+        self.served: list[tuple[float, float]] = []
+        """When a request came, and how long it waited."""
+        self.away: list[float] = []
+        """When a request came that was turned away."""
+        self._busy: tuple[float, InLine] | None = None
+
+    def begin(self, waiter: InLine) -> None:
+        self.served.append((waiter.came_s, self.now_s - waiter.came_s))
+        self._busy = (self.now_s + self.SERVICE_S, waiter)
+
+    def come(self, rate: float, seconds: float) -> None:
+        """Let requests come, and leave when they are served."""
+        until_s, next_s = self.now_s + seconds, self.now_s
+        while next_s < until_s:
+            if self._busy is not None and self._busy[0] <= next_s:
+                self.now_s, done = self._busy
+                self._busy = None
+                self.fifo.leave(done)
+            else:
+                self.now_s = next_s
+                next_s += self.SERVICE_S / rate
+                waiter = InLine(self)
+                if self.fifo.enter(waiter, 1):
+                    self.begin(waiter)
+
+
+class InLine:
+    """A request in the line."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.came_s = line.now_s
+
+    def turn_away(self) -> bool:
+        self.line.away.append(self.came_s)
+        return True
+
+    def take_turn(self) -> None:
+        self.line.begin(self)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9, 0.99])
+async def test_nobody_is_turned_away_while_the_gateway_keeps_up(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "MAX_HOLD_S", 1e9)
+    line = Line(monkeypatch)
+    line.come(rate, 20.0)
+    line.come(2.0, 0.9)  # a burst
+    line.come(0.5, 10.0)
+    assert not line.away
+    assert len(line.served) == pytest.approx(100 * (20 * rate + 1.8 + 5), abs=5)
+
+
+@pytest.mark.parametrize("rate", [1.5, 2.0, 4.0, 20.0])
+async def test_if_more_comes_than_it_can_do_those_that_are_served_are_in_time(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "MAX_HOLD_S", 1e9)
+    line = Line(monkeypatch)
+    line.come(rate, 30.0)
+    later = [waited_s for came_s, waited_s in line.served if came_s > 10]
+    assert max(later) <= gates.GOAL.ttft_s
+    assert len(line.served) == pytest.approx(3000, abs=150)  # and the gateway is busy all the time
+    assert line.away
+    gone = len(line.away)
+    line.come(0.5, 30.0)
+    line.come(0.5, 30.0)
+    assert len(line.away) < gone + 2 * gates.GOAL.ttft_s * rate / line.SERVICE_S, "the crowd is over"
+
+
+async def test_what_is_turned_away_is_answered_and_its_connection_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of the request has come; and probes are served."""
+    engine = ScriptedEngine("a", WHOLE)
+    async with running(engine) as gateway, AsyncExitStack() as open_:
+        fifo = gateway.app[CONNECTIONS].fifo
+        monkeypatch.setattr(gates, "MAX_HOLD_S", 1e9)
+        monkeypatch.setattr(gates, "GOAL", Goal(0.0, 0.0))
+        monkeypatch.setattr(Standing, "lasts", lambda *_: True)
+        stuck = [Waiter(fifo, []) for _ in range(PLACES)]
+
+        async def crowded(sent: bytes) -> RawClient:
+            assert all(fifo.enter(one, 1) for one in stuck)
+            client = await open_.enter_async_context(connected(gateway))
+            client.send(sent)
+            await eventually(lambda: fifo.waiting == 1)
+            for one in stuck:
+                fifo.leave(one)
+            return client
+
+        whole = ask(1, stream=False)
+        for cut in (len(whole), len(whole) - 1, len(whole) - 20):
+            client = await crowded(whole[:cut])
+            answer = await client.answer()
+            assert (answer.status, answer.error["code"]) == (503, "overloaded")
+            assert b"\r\nretry-after: 1\r\n" in answer.head.lower()
+            client.send(whole[cut:] + ask(2, stream=False))
+            assert (await client.answer()).status == 200
+        chunked = head(b"Content-Type: application/json", b"Transfer-Encoding: chunked")
+        for unsure in (chunked, head(b"Expect: 100-continue", b"Content-Length: 5"), whole + ask(3, stream=False)):
+            client = await crowded(unsure)
+            assert (await client.answer()).status == 503
+            assert await client.closed() == b""
+        client = await crowded(GET_HEALTH)
+        assert (await client.answer()).status == 200
+        assert len(engine.received) == 3
+        assert gateway.app[CONNECTIONS].refused["busy"] == 6
+        assert b'warmroute_gateway_connections_refused_total{reason="busy"} 6.0' in (await gateway.get("/metrics")).body
