@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 {%- for call in message['tool_calls'] or [] -%}
 {%- if message['content'] or not loop.first %}{{- '\\n' -}}{% endif -%}
 {{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
-{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' -}}
+{{- call['function']['arguments'] | default({}) | tojson + '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}

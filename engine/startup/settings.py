@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -312,3 +313,4 @@ class EngineSettings(OperatingSettings, RegistrySettings, BatchSettings, CacheSe
     """
 
     removed = REMOVED
+    removed_in = MappingProxyType({"log_level": "0.3.0"})

@@ -80,7 +80,7 @@ def test_no_variable_is_given_twice_and_the_users_wins(any_helm: Helm) -> None:
             continue
         env = {v["name"]: v.get("value") for v in deployment["spec"]["template"]["spec"]["containers"][0]["env"]}
         assert env["WARMROUTE_REDIS_URL"] == "redis://elsewhere:6379"
-        assert env["WARMROUTE_LOG_LEVEL"] == "warning"
+        assert env["WARMROUTE_LOG_FORMAT"] == "json"
 
 
 def test_a_variable_comes_after_those_it_refers_to(any_helm: Helm) -> None:

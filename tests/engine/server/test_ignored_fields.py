@@ -98,10 +98,20 @@ async def test_a_variable_that_the_template_reads_is_honoured(engine: Engine) ->
 
 
 async def test_reasoning_that_comes_back_is_rendered_or_named(engine: Engine) -> None:
-    for name in ("reasoning", "reasoning_content"):
-        messages = [MESSAGE, {"role": "assistant", "content": "a", name: "because"}, MESSAGE]
-        _, warning = await text_of(engine, CHAT, messages=messages)
-        assert str(warning).endswith(': messages[1].reasoning"')
+    model = engine.service.model
+    silent = replace(
+        model, template=ChatRenderer(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {}))
+    )
+    for used, is_named in ((model, False), (silent, True)):
+        engine.state.service = replace(engine.service, model=used)
+        for name in ("reasoning", "reasoning_content"):
+            messages = [MESSAGE, {"role": "assistant", "content": "a", name: "because"}, MESSAGE]
+            fields = BASE[CHAT] | {"messages": messages, "return_token_ids": True}
+            async with engine.post(CHAT, **fields) as response:
+                prompt = used.tokenizer.decode((await response.json())["prompt_token_ids"])
+            warning = response.headers.get("warning", "")
+            assert warning.endswith(': messages[1].reasoning"') == is_named
+            assert ("because" in prompt) != is_named
 
 
 async def test_a_name_of_the_client_is_harmless_in_the_header(engine: Engine) -> None:
