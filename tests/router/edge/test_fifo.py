@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -208,7 +209,7 @@ class Line:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(gates.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         self.fifo = Fifo(places=1)
         self.served: list[tuple[float, float]] = []
         """When a request came, and how long it waited."""
