@@ -5,7 +5,7 @@ read. So the gateway reads a client's data only if its connection has a place in
 process: a request that waits for anything else (the rest of a body, a connection, a pod with room) gives it back first.
 
 If more requests come than this process can pass on, the line stands, and every request would become late. Then those
-that have waited for GOAL_S are refused, so that the others are in time.
+that have waited for LONGEST_WAIT_S are refused, so that the others are in time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ MAX_HOLD_S = 0.1
 """After this time a place goes to the next waiter, so a place that is never given back stops nobody."""
 
 
-GOAL = Goal(1.0, 0.0)
-"""When a request should have a place."""
+GOAL = Goal(2.0, 0.0)
+"""The line stands if for 4 s no request waited less than 1 s (see Standing): a burst of that length is served whole."""
+LONGEST_WAIT_S = 1.25
+"""While the line stands, a request that has waited so long is refused. It is above 1 s, so that the line still stands
+while requests are refused."""
 
 
 class Waiter(Protocol):
@@ -103,7 +106,7 @@ class Fifo:
         waiter, (size, since_s) = self._waiting.popitem(last=False)
         self._waiting_bytes -= size
         self._standing.left(now_s - since_s, GOAL, now_s)
-        is_late = is_late or now_s - since_s >= GOAL.ttft_s
+        is_late = is_late or now_s - since_s >= LONGEST_WAIT_S
         if not (is_late and self._standing.lasts(GOAL, now_s) and waiter.turn_away()):
             self._inside[waiter] = now_s
             waiter.take_turn()

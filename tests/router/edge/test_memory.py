@@ -17,6 +17,7 @@ import pytest
 pytestmark = pytest.mark.realtime
 MIB = 2**20
 READERS = 500
+GROUP = 50
 LOGPROBS = {"tokens": ["token"] * 1000, "token_logprobs": [-1.25] * 1000}
 ANSWER = orjson.dumps({"choices": [{"text": "x" * 7000, "logprobs": [LOGPROBS] * 600}]})
 BODY = orjson.dumps({"model": "m", "prompt": "y " * 120_000})
@@ -127,6 +128,10 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 return taken > 50 * MIB and await _metric(metrics_port, "warmroute_gateway_in_flight") == READERS
 
             await _until(is_ready)
+
+            async def are_there() -> bool:
+                return await _metric(metrics_port, "warmroute_gateway_in_flight") >= len(clients)
+
             idle = _peak_mib(pid)
             for _ in range(READERS):
                 client = socket.socket()
@@ -136,6 +141,8 @@ async def test_readers_that_take_nothing_cost_the_budgets_and_little_more() -> N
                 await loop.sock_connect(client, ("127.0.0.1", port))
                 head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(BODY)
                 await loop.sock_sendall(client, head + BODY)
+                if len(clients) % GROUP == 0:  # more at once would be refused, because they would wait too long
+                    await _until(are_there)
             await _until(is_full)
             sizes = [idle, _peak_mib(pid)]
             while sizes[-1] > sizes[-2] + 1:  # until every answer has been passed on as far as its reader lets it
