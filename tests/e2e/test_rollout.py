@@ -104,10 +104,15 @@ async def test_each_gateway_learns_from_each_engine_what_it_holds(fleet: Fleet) 
 
 
 async def test_nothing_of_the_release_before_is_refused(fleet: Fleet) -> None:
-    async with fleet.http.get(f"{fleet.gateways[1].admin}/metrics") as answer:
-        lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
-    told = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if "_registry_" in name}
-    assert told["warmroute_gateway_registry_pods_synced"] == len(fleet.engines)
+    async def read() -> dict[str, float]:
+        async with fleet.http.get(f"{fleet.gateways[1].admin}/metrics") as answer:
+            lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
+        pairs = (line.rpartition(" ") for line in lines)
+        return {name: float(value) for name, _, value in pairs if "_registry_" in name}
+
+    async with asyncio.timeout(30):
+        while (told := await read())["warmroute_gateway_registry_pods_synced"] < len(fleet.engines):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
     assert told["warmroute_gateway_registry_refused_total"] == 0
     assert told["warmroute_gateway_registry_unknown_total"] == 0
 
