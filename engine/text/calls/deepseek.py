@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 
-from engine.text.calls.json_scan import JsonScan
-from engine.text.calls.machine import MAX_HEAD, Machine
+from engine.text.calls.json_arguments import JsonArguments
+from engine.text.calls.machine import MAX_HEAD
 from engine.text.calls.tools import Tools
 
 ALL, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -24,12 +24,11 @@ _HEAD = re.compile(
 )
 
 
-class DeepSeek(Machine):
+class DeepSeek(JsonArguments):
     """See the module."""
 
     def __init__(self, tools: Tools, *, is_beginning: bool) -> None:
         super().__init__((ALL, OPEN), is_beginning=is_beginning)
-        self._scan = JsonScan()
 
     def _on_mark(self, mark: str) -> None:
         self._state = self._calls if mark == ALL else self._head
@@ -57,26 +56,12 @@ class DeepSeek(Machine):
 
     def _head(self, ended: bool) -> bool:
         if (found := _HEAD.match(self._rest[:MAX_HEAD])) is not None:
-            self._start_call(found[1] or found[2], found.end())
-            self._scan = JsonScan()
-            self._state = self._arguments
+            self._begin_arguments(found[1] or found[2], found.end(), self._fence)
             return True
         if len(self._rest) < MAX_HEAD and not ended and CLOSE not in self._rest:
             return False
         end = self._rest[:MAX_HEAD].find(CLOSE)
         return self._give_up(MAX_HEAD if end < 0 else end)
-
-    def _arguments(self, ended: bool) -> bool:
-        end = self._scan.end(self._rest)
-        if end < 0:
-            self._argue(self._rest)
-            self._rest = ""
-            return False
-        self._argue(self._rest[:end])
-        self._end_call()
-        self._rest = self._rest[end:]
-        self._state = self._fence
-        return True
 
     def _fence(self, ended: bool) -> bool:
         return self._leave(("```",), self._close, ended)

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 
+from engine.text.calls.json_arguments import JsonArguments
 from engine.text.calls.json_scan import JsonScan, members
-from engine.text.calls.machine import MAX_BLANK, MAX_HEAD, MAX_HELD, Machine, blank_end
+from engine.text.calls.machine import MAX_BLANK, MAX_HEAD, MAX_HELD, blank_end
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
@@ -22,7 +23,7 @@ _MORE = re.compile(rf'(?:,\s*"\w+"\s*:\s*(?:{_STRING}|[\w.+-]+)\s*)+\}}', re.DOT
 _MOST_MORE = 256
 
 
-class JsonCalls(Machine):
+class JsonCalls(JsonArguments):
     """Reads such objects. The name comes first nearly always; then the arguments pass as they come. Otherwise the whole
     object is held back."""
 
@@ -32,7 +33,6 @@ class JsonCalls(Machine):
         """`names`: only calls of these functions are calls. None: any."""
         super().__init__(marks, is_beginning=is_beginning)
         self._names = names
-        self._scan = JsonScan()
         self._scanned = 0
         self._next: Callable[[bool], bool] = self._text
 
@@ -68,9 +68,7 @@ class JsonCalls(Machine):
         name = _text_of(found[1])
         if not self._is_name(name):
             return self._give_up(found.end())
-        self._start_call(name, found.end())
-        self._scan = JsonScan()
-        self._state = self._arguments
+        self._begin_arguments(name, found.end(), self._rest_of_object)
         return True
 
     def _is_name(self, name: str) -> bool:
@@ -94,18 +92,6 @@ class JsonCalls(Machine):
         self._argue(arguments)
         self._end_call()
         self._state = self._next
-        return True
-
-    def _arguments(self, ended: bool) -> bool:
-        end = self._scan.end(self._rest)
-        if end < 0:
-            self._argue(self._rest)
-            self._rest = ""
-            return False
-        self._argue(self._rest[:end])
-        self._end_call()
-        self._rest = self._rest[end:]
-        self._state = self._rest_of_object
         return True
 
     def _rest_of_object(self, ended: bool) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from engine.text.calls.json_calls import JsonCalls
-from engine.text.calls.json_scan import JsonScan
 from engine.text.calls.machine import MAX_HEAD
 from engine.text.calls.tools import Tools
 
@@ -41,19 +40,11 @@ class Mistral(JsonCalls):
     def _named(self, ended: bool) -> bool:
         head = self._rest[:MAX_HEAD]
         if (found := _NAMED.match(head)) is not None:
-            self._start_call(found[1], found.end())
-            self._scan = JsonScan()
-            self._state = self._bare_arguments
+            self._begin_arguments(found[1], found.end(), self._text)
             return True
         if not ended and len(self._rest) < MAX_HEAD and _MAY_BE_NAMED.match(head) is not None:
             return False
         return self._give_up(0)
-
-    def _bare_arguments(self, ended: bool) -> bool:
-        is_complete = self._arguments(ended)
-        if is_complete:
-            self._state = self._text
-        return is_complete
 
     def _list(self, ended: bool) -> bool:
         """The state in the list of calls."""
