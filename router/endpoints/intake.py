@@ -20,7 +20,7 @@ from router.reading.inbound import Inbound
 from router.reading.jobs import ReadByLoad, ReadRequest
 from router.reading.named_cache import NamesCache
 from router.reading.names import Models
-from router.reading.reader_process import BodyReader, known_headers
+from router.reading.reader_process import BodyReader
 from router.reading.upload import Upload
 from router.stored.named_caches import NamedCaches
 from router.tenants.tenant import Tenant
@@ -99,11 +99,11 @@ class Reading:
     ) -> Inbound:
         """Return the request to `path`, sent as `raw_path`. `on_wait` is called before a wait. Raises ApiError."""
         tenant, priority = arrival.tenant, arrival.urgency.priority
-        endpoint, known = KEYED.get(path), known_headers(incoming)
+        endpoint = KEYED.get(path)
         if endpoint is None:
-            by_load = ReadByLoad(path if path in BY_LOAD else raw_path, known, tenant, priority)
+            by_load = ReadByLoad(path if path in BY_LOAD else raw_path, incoming, tenant, priority)
             return await self._reader.read(by_load, body, on_wait)
-        asked = ReadRequest(endpoint, known, tenant, priority=priority)
+        asked = ReadRequest(endpoint, incoming, tenant, priority=priority)
         inbound, asked = await self._read(asked, body, admitted, on_wait)
         if inbound.continues is None:
             return inbound
@@ -115,7 +115,7 @@ class Reading:
 
         Raises ApiError.
         """
-        inbound, _ = await self._read(ReadRequest(None, known_headers(incoming), tenant), body, admitted, lambda: None)
+        inbound, _ = await self._read(ReadRequest(None, incoming, tenant), body, admitted, lambda: None)
         return inbound
 
     async def _read(

@@ -27,15 +27,8 @@ class Body:
         self._count(len(chunk))
         self._chunks.append(chunk)
 
-    async def join(self) -> None:
-        """Make one of the chunks. Other requests go on meanwhile."""
-        if len(self._chunks) > 1:
-            self._chunks = [await joined(self._chunks)]
-
     def sent(self) -> bytes:
-        """Return the whole body, as the client sent it."""
-        if len(self._chunks) > 1:
-            self._chunks = [b"".join(self._chunks)]
+        """Return the whole body, as the client sent it, once `plain` has been called."""
         return self._chunks[0] if self._chunks else b""
 
     async def plain(self) -> bytes:
@@ -44,7 +37,8 @@ class Body:
         Raises TooLarge, TooManyRequests, and BadRequest if it cannot be inflated. Other requests get their turn
         meanwhile.
         """
-        await self.join()
+        if len(self._chunks) > 1:
+            self._chunks = [await joined(self._chunks)]
         sent = self.sent()
         if self._inflater is None or not sent:
             return sent

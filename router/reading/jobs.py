@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from engine.contract import headers
 from engine.contract.keys import canonical_chat
 from engine.contract.messages import chat_messages, chat_tools
 from engine.contract.requests import Endpoint, parse_body
-from router.reading.inbound import Inbound, Reader
+from router.reading.inbound import SESSION_FIELDS, Inbound, Reader
 from router.reading.named_cache import StoredCache, Wanted, parse_new
 from router.tenants.tenant import Tenant
 
+HEADERS = (headers.POLICY, headers.PRIORITY, headers.TTFT_SLO, *map(str, SESSION_FIELDS))
+"""The header fields that a Reader reads."""
 Result = TypeVar("Result", covariant=True)
 
 
 class Job(Protocol[Result]):
-    """A job; it can be pickled."""
+    """A job for any process."""
 
     @property
     def tenant(self) -> Tenant:
@@ -27,6 +30,15 @@ class Job(Protocol[Result]):
     def run(self, reader: Reader, body: bytes) -> Result:
         """Read the body. Raises ApiError."""
         ...
+
+    def portable(self) -> Job[Result]:
+        """Return the same job, with no more than can be pickled and is needed."""
+        ...
+
+
+def known_headers(incoming: Mapping[str, str]) -> dict[str, str]:
+    """Return the header fields that a Reader reads."""
+    return {name: incoming[name] for name in HEADERS if name in incoming}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,10 @@ class ReadRequest:
             self.endpoint, body, self.incoming, self.tenant, self.meant, priority=self.priority, cache=self.cache
         )
 
+    def portable(self) -> ReadRequest:
+        """See Job."""
+        return replace(self, incoming=known_headers(self.incoming))
+
 
 @dataclass(frozen=True, slots=True)
 class ReadByLoad:
@@ -59,6 +75,10 @@ class ReadByLoad:
     def run(self, reader: Reader, body: bytes) -> Inbound:
         """See Job."""
         return reader.read_by_load(self.path, body, self.incoming, self.tenant, self.priority)
+
+    def portable(self) -> ReadByLoad:
+        """See Job."""
+        return replace(self, incoming=known_headers(self.incoming))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +97,7 @@ class ReadNewCache:
         wanted = parse_new(fields, self.now_s, self.max_ttl_s)
         messages = chat_messages(fields.get("system"), fields.get("messages") or [])
         return wanted, len(canonical_chat(messages, chat_tools(fields.get("tools") or ())))
+
+    def portable(self) -> ReadNewCache:
+        """See Job."""
+        return self

@@ -14,14 +14,13 @@ import pickle
 import socket
 import sys
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from engine.contract import headers
 from engine.contract.errors import ApiError, Unavailable
 from router.edge.body import joined
-from router.reading.inbound import SESSION_FIELDS, ModelEstimates, ModelNames, Reader, Rules, Salts
+from router.reading.inbound import ModelEstimates, ModelNames, Reader, Rules, Salts
 from router.reading.jobs import Job
 from router.reading.reader_program import (
     ABANDONED,
@@ -53,8 +52,6 @@ PIECE_BYTES = 2**18
 PAUSE_S = 0.5
 """Seconds before a process that ended starts anew."""
 PROGRAM = "router.reading.reader_program"
-HEADERS = (headers.POLICY, headers.PRIORITY, headers.TTFT_SLO, *map(str, SESSION_FIELDS))
-"""The header fields that a Reader reads."""
 Result = TypeVar("Result")
 
 
@@ -69,11 +66,6 @@ def weight_us(body: bytes) -> float:
         return BYTE_US * len(body)
     nodes = body.count(b"{") + body.count(b"[") + body.count(b":")
     return BYTE_US * len(body) + NODE_US * nodes + VALUE_US * body.count(b",")
-
-
-def known_headers(incoming: Mapping[str, str]) -> dict[str, str]:
-    """Return the header fields that a Reader reads."""
-    return {name: incoming[name] for name in HEADERS if name in incoming}
 
 
 class _WordsWanted(Exception):
@@ -152,7 +144,7 @@ class BodyReader:
             return job.run(self.here, body)
         on_wait()
         self.heavy += 1
-        waiting = _Waiting(job, body, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(job.portable(), body, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(job.tenant.name, deque()).append(waiting)
         self._is_wanted.set()
         return cast(Result, await waiting.result)

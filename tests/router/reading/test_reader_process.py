@@ -24,10 +24,10 @@ from router.edge.errors import TooLarge
 from router.reading import reader_process
 from router.reading.engine_fields import FieldRefused
 from router.reading.inbound import Rules
-from router.reading.jobs import Job, ReadByLoad, ReadNewCache, ReadRequest
+from router.reading.jobs import Job, ReadByLoad, ReadNewCache, ReadRequest, known_headers
 from router.reading.model_ratios import ModelEstimate
 from router.reading.named_cache import FIELD, CacheMeta, StoredCache
-from router.reading.reader_process import HEAVY_US, BodyReader, known_headers, weight_us
+from router.reading.reader_process import HEAVY_US, BodyReader, weight_us
 from router.tenants.isolation import Isolation
 from router.tenants.tenant import DEFAULT, Tenant
 from tests.router.rig.helpers import ScriptedEngine, answers, eventually, running
